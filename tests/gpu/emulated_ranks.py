@@ -559,7 +559,7 @@ def refusals() -> None:
             (lambda: comm.all_gather_v(x, [1] * me.nranks, x), "x has 4 elements, but needs 1"),
             (
                 lambda: comm.all_to_all_v(x, [4] + [0] * (me.nranks - 1), [0] * me.nranks, x),
-                "" if me.rank else "sends itself",
+                "" if me.rank else "to itself",
             ),
             (
                 lambda: comm.scatter(None, (me.rank + 1) % me.nranks, None, stream=0),
@@ -639,7 +639,10 @@ def refused_when_prepared() -> None:
         for call, words in (
             (lambda: comm.all_gather_init(part, whole), "overlap"),
             (lambda: comm.all_to_all_init(whole, whole), "must not overlap"),
-            (lambda: comm.all_reduce_init(never), "cannot write the result: the array is read-only"),
+            (
+                lambda: comm.all_reduce_init(never),
+                "cannot write the result: the array is read-only",
+            ),
             (
                 lambda: comm.broadcast_init(never, (me.rank + 1) % n),
                 "cannot write the result: the array is read-only",

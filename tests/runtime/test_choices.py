@@ -299,7 +299,7 @@ FLAWED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "not in place": (
         lambda *args: one_channel("flawed", Collective.ALL_REDUCE, [right(0)[::-1], right(1)]),
         {},
-        "contribution of rank 1 to input.* a second time",
+        "contribution of rank 1 to input.* twice",
     ),
     "not on CPUs": (
         lambda *args: twins(

@@ -820,7 +820,7 @@ def test_background_work_without_a_thread_fails_alone() -> None:
                 patch.setattr(threading.Thread, "start", _no_more_threads)
                 with pytest.raises(
                     SystemFailure,
-                    match=r"all_reduce: there can be no background work: can't start new thread",
+                    match=r"all_reduce: cannot start the background thread: can't start new thread",
                 ):
                     comm.all_reduce(x, async_op=True)
         comm.all_reduce(x)

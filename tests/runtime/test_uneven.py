@@ -65,4 +65,7 @@ def test_a_rank_of_another_host_that_has_ended_is_told_at_the_deadline() -> None
     ):
         assert outcome.ok, f"{outcome.error}\n{outcome.output}"
         assert outcome.value["type"] == "CollectiveMismatch", outcome.value
-        assert "rank 1 still expects data from rank 0, but rank 0 has completed this operation" in outcome.value["text"]
+        assert (
+            "rank 1 still expects data from rank 0, but rank 0 has completed this operation"
+            in outcome.value["text"]
+        )

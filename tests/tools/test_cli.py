@@ -1,4 +1,4 @@
-"""The command line: errors that help, lazy imports, small commands."""
+"""The command line: helpful errors, lazy imports, small commands."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.topo.golden import TOPOLOGIES
 
 
 def invoke(*args: str, env: dict[str, str] | None = None) -> Result:
-    """Run the command in this process; an error of ours becomes exit status and text as ``main`` makes them."""
+    """Run the command in this process; errors become exit statuses as in ``main``."""
     result = CliRunner().invoke(cli.cli, list(args), env=env)
     if isinstance(result.exception, MiracclError):
         result.exit_code = 2 if result.exception.fault == "usage" else 1
@@ -45,7 +45,10 @@ def test_version_and_help() -> None:
 
 
 def test_the_overview_imports_nothing_slow() -> None:
-    code = "import sys; from miraccl.tools import cli; cli.cli(['--help'], standalone_mode=False); print(*sys.modules)"
+    code = (
+        "import sys; from miraccl.tools import cli; cli.cli(['--help'], standalone_mode=False);"
+        " print(*sys.modules)"
+    )
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     ).stdout.split()
@@ -60,7 +63,7 @@ def test_help_of_each_command_has_examples(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["topo", "schedule"])
-def test_sentences_of_subcommands_are_whole(name: str) -> None:
+def test_summaries_of_subcommands_are_not_truncated(name: str) -> None:
     commands = invoke(name, "--help").output.partition("\nCommands:\n")[2]
     assert commands
     assert "..." not in commands
@@ -80,16 +83,16 @@ def test_examples_have_gpus_and_a_launcher() -> None:
     assert "torchrun" in overview
 
 
-def test_perf_says_what_is_for_cpu_memory() -> None:
+def test_perf_help_marks_options_for_cpu_memory() -> None:
     words = " ".join(invoke("perf", "--help").output.split())
     for option in ("fresh", "persistent"):
         assert f"--{option} CPU memory: " in words
     assert "CUDA events" in words
 
 
-def test_a_misspelt_command_is_recognised() -> None:
+def test_misspelt_commands_get_suggestions() -> None:
     assert "did you mean 'perf'" in message(invoke("pref"))
-    assert "known are" in message(invoke("xyzzy"))
+    assert "known commands:" in message(invoke("xyzzy"))
     assert "did you mean 'show'" in message(invoke("schedule", "shwo"))
     assert "check, detect, diff, dump, show" in message(invoke("topo", "xyzzy"))
 
@@ -104,14 +107,14 @@ def test_a_misspelt_command_is_recognised() -> None:
         ("env", "--json"),
     ],
 )
-def test_an_output_that_cannot_be_written_is_refused_before_the_work(args: tuple[str, ...]) -> None:
+def test_unwritable_outputs_are_rejected_before_the_work(args: tuple[str, ...]) -> None:
     result = invoke(*args, "/no such folder/out")
     assert result.exit_code == 2
-    assert "there is no folder '/no such folder'" in message(result)
+    assert "no folder '/no such folder'" in message(result)
 
 
-def test_names_that_are_no_text_are_printed(tmp_path: Path) -> None:
-    """Where the output is strict about its encoding."""
+def test_file_names_that_are_not_text_are_printed(tmp_path: Path) -> None:
+    """Such names are escaped if the encoding of the output is strict."""
     env = {
         **os.environ,
         "PYTHONIOENCODING": "utf-8:strict",
@@ -133,7 +136,10 @@ def test_commands_run_without_standard_output() -> None:
         [
             "sh",
             "-c",
-            f"{shlex.quote(sys.executable)} -m miraccl perf all_reduce -r 2 -s 8 -n 1 --batches 1 >&-",
+            (
+                f"{shlex.quote(sys.executable)} -m miraccl perf all_reduce -r 2 -s 8 -n 1 --batches"
+                " 1 >&-"
+            ),
         ],
         capture_output=True,
         text=True,
@@ -143,11 +149,11 @@ def test_commands_run_without_standard_output() -> None:
     assert done.returncode == 0
     assert all(line.startswith("miraccl: ") for line in done.stderr.splitlines()), (
         done.stderr
-    )  # it compiles and measures at first use
+    )  # messages of compilation on first use are allowed
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-def test_a_full_disk_is_told_in_a_line() -> None:
+def test_a_full_disk_is_reported_in_one_line() -> None:
     with open("/dev/full", "w", encoding="utf-8") as full:
         done = subprocess.run(
             [sys.executable, "-m", "miraccl", "env"],
@@ -158,7 +164,7 @@ def test_a_full_disk_is_told_in_a_line() -> None:
             check=False,
         )
     assert done.returncode == 1
-    assert done.stderr == "miraccl: the output cannot be written: No space left on device\n"
+    assert done.stderr == "miraccl: cannot write the output: No space left on device\n"
 
 
 @pytest.mark.parametrize(
@@ -166,15 +172,15 @@ def test_a_full_disk_is_told_in_a_line() -> None:
     [
         (["frobnicate"], "all_reduce"),
         (["all_reduce", "--sizes", "12Q"], "256K"),
-        (["all_reduce", "--sizes", "0"], "at least 1 byte"),
+        (["all_reduce", "--sizes", "0"], "must be at least 1 byte"),
         (["all_reduce", "--dtype", "float31"], "float32"),
         (["all_reduce", "--redop", "xor"], "premul_sum"),
-        (["all_gather", "--redop", "sum"], "reduces nothing"),
+        (["all_gather", "--redop", "sum"], "does not reduce"),
         (["broadcast", "--root", "5", "--ranks", "3"], "0..2"),
-        (["all_reduce", "--sizes", "8", "--min-bytes", "8"], "either"),
+        (["all_reduce", "--sizes", "8", "--min-bytes", "8"], "use either"),
         (["all_reduce", "--min-bytes", "1M", "--max-bytes", "1K"], "no size"),
         (["all_reduce", "--factor", "1"], "--factor"),
-        (["all_reduce", "--devices", "cuda:0,0"], "names a GPU twice"),
+        (["all_reduce", "--devices", "cuda:0,0"], "lists a GPU twice"),
         (["all_reduce", "--peer-python", "python3"], "--compare"),
         (
             ["all_reduce", "--compare", "mpi", "--peer-python", "/nonexistent/python"],
@@ -182,46 +188,52 @@ def test_a_full_disk_is_told_in_a_line() -> None:
         ),
         (["sendrecv", "--persistent"], "no persistent form"),
         (["all_reduce", "--root", "0"], "broadcast, reduce, gather, scatter"),
-        (["all_reduce", "--min-bytes", "0"], "at least 1 byte"),
+        (["all_reduce", "--min-bytes", "0"], "must be at least 1 byte"),
         (
             ["all_reduce", "--ranks", "3", "--sizes", "1000000G"],
-            f"the buffers of 3 ranks take {6000000 << 30} bytes, and this machine has",
+            f"the buffers of 3 ranks need {6000000 << 30} bytes, this machine has",
         ),
         (["all_reduce", "--factor", "nan"], "finite"),
         (["all_reduce", "--factor", "1.0001"], "x>=1.01"),
         (["all_reduce", "--timeout", "inf"], "finite"),
-        (["all_reduce", "--json", "/no such folder/rows.json"], "there is no folder"),
+        (["all_reduce", "--json", "/no such folder/rows.json"], "no folder"),
         (["all_reduce", "--json", "/"], "folder"),
-        (["all_reduce", "--plot", "/no such folder/rows.svg"], "there is no folder"),
+        (["all_reduce", "--plot", "/no such folder/rows.svg"], "no folder"),
         (["all_reduce", "--plot", "rows.xyz"], ".svg, .png, .pdf"),
-        (["all_reduce", "--sizes", "9" * 400], "less than 2**63 bytes"),
+        (["all_reduce", "--sizes", "9" * 400], "sizes below 2**63 bytes"),
         (["all_reduce", "--algo", "nope"], "known are: bruck, chain"),
         (
             ["all_reduce", "--algo", "pairwise"],
-            "--algo pairwise has no all_reduce over 2 ranks; these have: ",
+            "--algo pairwise has no all_reduce over 2 ranks; available: ",
         ),
         (["sendrecv", "--algo", "ring"], "--algo is for collectives"),
-        (["sendrecv", "--explain"], "--explain is for operations with a choice; sendrecv has none"),
-        (["barrier", "--explain"], "--explain is for operations with a choice; barrier has none"),
+        (
+            ["sendrecv", "--explain"],
+            "--explain is for operations with several algorithms, not sendrecv",
+        ),
+        (
+            ["barrier", "--explain"],
+            "--explain is for operations with several algorithms, not barrier",
+        ),
         (
             ["all_reduce", "--explain", "--json", "-"],
-            "--explain stands in the table, which --json - leaves out: give --json a file",
+            "--explain is part of the table, which --json - omits: give --json a file",
         ),
         (["all_reduce", "--proto", "ll128"], "allowed are simple and ll"),
         (["barrier", "--sizes", "8"], "a barrier has no size"),
         (["barrier", "--max-bytes", "8"], "a barrier has no size"),
         (
             ["all_reduce", "--sizes", "8,1K", "--factor", "4"],
-            "--factor is for a range of sizes: give --min-bytes or --max-bytes",
+            "--factor is for a range of sizes: add --min-bytes or --max-bytes",
         ),
-        (["barrier", "--plot", "rows.svg"], "--plot draws busbw, which is 0 of a barrier"),
+        (["barrier", "--plot", "rows.svg"], "--plot draws busbw, which is 0 for a barrier"),
         (
             ["all_reduce", "--ranks", "1", "--plot", "rows.svg"],
-            "--plot draws busbw, which is 0 of all_reduce of one rank",
+            "--plot draws busbw, which is 0 for all_reduce on one rank",
         ),
     ],
 )
-def test_errors_of_perf_say_what_is_allowed(args: list[str], expected: str) -> None:
+def test_errors_of_perf_name_allowed_values(args: list[str], expected: str) -> None:
     result = invoke("perf", *args)
     assert result.exit_code == 2
     assert expected in message(result)
@@ -240,7 +252,7 @@ def test_schedule_commands(tmp_path: Path) -> None:
     assert proved.output.count(": right") == 4
     assert "adds in" not in proved.output
     proved = invoke("schedule", "verify", "two_shot", "--ranks", "2-5")
-    assert proved.output.count(": right, adds in the order of the ranks, ") == 4
+    assert proved.output.count(": right, adds in rank order, ") == 4
     target = tmp_path / "ring.svg"
     assert invoke("schedule", "draw", "ring", "--ranks", "4", "--out", str(target)).exit_code == 0
     assert ET.parse(target).getroot().tag.endswith("svg")
@@ -264,11 +276,11 @@ def test_every_algorithm_can_be_drawn(name: str, collective: Collective, nranks:
     assert len(timeline.events) == steps
     for arrow in timeline.arrows:
         assert arrow.sender.end <= arrow.receiver.start
-    per_lane: dict[tuple[int, int], list[int]] = {}
+    per_rank: dict[tuple[int, int], list[int]] = {}
     for event in timeline.events:
-        per_lane.setdefault((event.channel, event.rank), []).append(event.start)
-    assert all(sorted(set(starts)) == starts for starts in per_lane.values()), (
-        "a rank does one step at a time, in order"
+        per_rank.setdefault((event.channel, event.rank), []).append(event.start)
+    assert all(sorted(set(starts)) == starts for starts in per_rank.values()), (
+        "a rank runs one step at a time, in order"
     )
     drawing = ET.fromstring(draw_svg(schedule))
     assert (
@@ -288,11 +300,14 @@ from miraccl.types import Collective
 @register("broken_for_a_test", collectives=[Collective.ALL_REDUCE], description="Adds nothing.")
 def build(collective, nranks, root):
     copy = Step(op=Op.COPY, src=Ref(Buffer.INPUT, 0), dst=Ref(Buffer.OUTPUT, 0))
-    return Schedule(name="broken_for_a_test", collective=collective, nranks=nranks, parts=1, channels=(((copy,),) * nranks,))
+    channels = (((copy,),) * nranks,)
+    return Schedule(
+        name="broken_for_a_test", collective=collective, nranks=nranks, parts=1, channels=channels
+    )
 """
 
 
-def test_a_wrong_schedule_is_refused(tmp_path: Path) -> None:
+def test_a_wrong_schedule_is_rejected(tmp_path: Path) -> None:
     plugin = tmp_path / "plugin.py"
     plugin.write_text(_WRONG_PLUGIN)
     command = [
@@ -338,10 +353,10 @@ def test_schedule_errors(args: list[str]) -> None:
         (["--ranks", "2"], "the schedule in ring has ranks 3"),
         (["--collective", "all_gather"], "has collective all_reduce"),
         (["--root", "1"], "has root 0"),
-        (["--load", "plugin.py"], "--load is for algorithms that a Python file registers"),
+        (["--load", "plugin.py"], "cannot combine --load with a schedule file"),
     ],
 )
-def test_options_that_contradict_the_schedule_in_a_file_are_refused(
+def test_options_that_contradict_a_schedule_file_are_rejected(
     command: str, args: list[str], words: str, tmp_path: Path
 ) -> None:
     name = str(tmp_path / "ring")
@@ -357,9 +372,7 @@ def test_options_that_contradict_the_schedule_in_a_file_are_refused(
     assert words in message(result).replace(name, "ring")
 
 
-def test_the_name_of_a_file_with_a_schedule_needs_no_dot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_schedule_files_need_no_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine").write_text(invoke("schedule", "show", "ring", "--ranks", "3").output)
     Path("two_shot").write_text("an algorithm has this name, too")
@@ -369,10 +382,10 @@ def test_the_name_of_a_file_with_a_schedule_needs_no_dot(
     )
 
 
-def test_a_rank_that_there_is_not_is_refused_before_anything_is_shown() -> None:
+def test_an_invalid_rank_is_rejected_before_any_output() -> None:
     result = invoke("schedule", "show", "ring", "--ranks", "3", "--rank", "3")
     assert result.exit_code == 2
-    assert message(result).strip() == "--rank 3 is not one of the 3 ranks 0..2"
+    assert message(result).strip() == "cannot show --rank 3: the schedule has ranks 0..2"
 
 
 @pytest.mark.parametrize(
@@ -384,13 +397,10 @@ def test_a_rank_that_there_is_not_is_refused_before_anything_is_shown() -> None:
             "import no_such_module_at_all",
             "ModuleNotFoundError: No module named 'no_such_module_at_all'",
         ),
-        (
-            "from miraccl.schedule import catalog\ncatalog.get('nope')",
-            "no algorithm is called 'nope'",
-        ),
+        ("from miraccl.schedule import catalog\ncatalog.get('nope')", "unknown algorithm 'nope'"),
     ],
 )
-def test_a_plugin_that_fails_is_told_with_its_line(tmp_path: Path, text: str, words: str) -> None:
+def test_a_failing_plugin_is_reported_with_its_line(tmp_path: Path, text: str, words: str) -> None:
     plugin = tmp_path / "plugin.py"
     plugin.write_text(text)
     result = invoke("schedule", "show", "ring", "--load", str(plugin))
@@ -456,26 +466,26 @@ def test_a_simulated_run_is_a_trace(tmp_path: Path) -> None:
             (event for event in events if event["pid"] == rank), key=lambda event: event["ts"]
         )
         assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-9 for a, b in itertools.pairwise(mine)), (
-            "waits and steps follow one another"
+            "waits and steps do not overlap"
         )
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--mesh", "--topo", "x.xml"], "without --topo"),
-        (["--nodes", "2"], "belong to --topo"),
+        (["--mesh", "--topo", "x.xml"], "cannot combine --topo"),
+        (["--nodes", "2"], "without --topo"),
         (["--topo", "no_such.xml"], "No such file"),
         (["--topo", str(TOPOLOGIES / "nvidia-dgxh100.xml"), "-r", "4"], "the machine has 8 ranks"),
         (["--bandwidth", "0"], "x>0"),
         (["--bandwidth", "nan"], "finite"),
-        (["--slot", "0"], "--slot is at least 1 byte"),
-        (["--trace", "-", "--json", "-"], "only one of --trace and --json"),
-        (["--sizes", "8,0"], "a size is at least 1 byte"),
-        (["--slot", "1", "--sizes", "1G"], "take larger slots"),
+        (["--slot", "0"], "--slot must be at least 1 byte"),
+        (["--trace", "-", "--json", "-"], "cannot write both --trace and --json"),
+        (["--sizes", "8,0"], "a size must be at least 1 byte"),
+        (["--slot", "1", "--sizes", "1G"], "use larger slots"),
     ],
 )
-def test_errors_of_simulate_say_what_is_allowed(args: list[str], words: str) -> None:
+def test_errors_of_simulate_name_allowed_values(args: list[str], words: str) -> None:
     result = invoke("schedule", "simulate", "ring", *args)
     assert result.exit_code == 2
     assert words in message(result)
@@ -486,10 +496,10 @@ def test_a_wrong_schedule_is_not_simulated(tmp_path: Path) -> None:
     text.write_text('schedule "wrong" broadcast nranks 2\nchannel 0\nrank 0\nrank 1\n')
     result = invoke("schedule", "simulate", str(text))
     assert result.exit_code == 2
-    assert "output[0] of rank 0 is never written" in message(result)
+    assert "output[0] of rank 0 is not written" in message(result)
 
 
-def test_env_tells_where_a_value_is_from() -> None:
+def test_env_reports_the_origin_of_values() -> None:
     records = {
         r["name"]: r
         for r in env.collect(
@@ -514,13 +524,13 @@ def test_env_prints_and_writes_json() -> None:
     assert invoke("env", "--markdown", "--json", "-").exit_code == 2
 
 
-def test_env_points_out_variables_that_mean_nothing() -> None:
+def test_env_reports_unknown_variables() -> None:
     assert env.unknown_variables({"MIRACCL_TIMEOUTS": "3", "MIRACCL_RANK": "0", "OTHER": ""}) == [
         ("MIRACCL_TIMEOUTS", "MIRACCL_TIMEOUT")
     ]
 
 
-def test_doctor_finds_what_is_needed() -> None:
+def test_doctor_reports_requirements() -> None:
     findings = {f["name"]: f for f in json.loads(invoke("doctor", "--json", "-").output)}
     assert findings["numpy"]["status"] == "ok"
     assert set(findings) <= set(doctor.CHECKS)
@@ -528,7 +538,7 @@ def test_doctor_finds_what_is_needed() -> None:
     assert all(f["advice"] for f in findings.values() if f["status"] == "missing")
 
 
-def test_doctor_names_the_extra_that_brings_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_the_extra_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -538,7 +548,7 @@ def test_doctor_names_the_extra_that_brings_a_package(monkeypatch: pytest.Monkey
     assert found["numpy"] == ("missing", "pip install numpy")
 
 
-def test_doctor_looks_at_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_checks_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def found() -> DoctorFinding:
         return next(finding for finding in doctor.examine() if finding.name == "cache")
 
@@ -546,17 +556,17 @@ def test_doctor_looks_at_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("HOME", str(tmp_path))  # below the temporary folder, and fine
     for name in ("MIRACCL_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    assert (found().status, found().found) == ("ok", f"{tmp_path}/.cache/miraccl can be written")
+    assert (found().status, found().found) == ("ok", f"{tmp_path}/.cache/miraccl is writable")
     monkeypatch.setattr(doctor, "CACHE_BYTES", 1 << 62)
     assert found().status == "note"
     (tmp_path / "file").touch()
     monkeypatch.setenv("MIRACCL_CACHE_DIR", str(tmp_path / "file"))
     monkeypatch.setattr(doctor, "CACHE_BYTES", 1)
-    assert found().found.startswith(f"{tmp_path}/file cannot be written, ")
+    assert found().found.startswith(f"{tmp_path}/file is not writable, ")
     assert "MIRACCL_CACHE_DIR" in found().advice
 
 
-def test_doctor_says_that_network_cards_with_rdma_are_not_used(tmp_path: Path) -> None:
+def test_doctor_reports_unused_rdma_devices(tmp_path: Path) -> None:
     (tmp_path / "mlx5_0").mkdir()
     found = doctor._check_rdma(tmp_path)
     assert found is not None
@@ -564,7 +574,7 @@ def test_doctor_says_that_network_cards_with_rdma_are_not_used(tmp_path: Path) -
     assert doctor._check_rdma(tmp_path / "none") is None
 
 
-def test_doctor_survives_a_check_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_survives_a_failing_check(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> DoctorFinding:
         raise RuntimeError("boom")
 

@@ -1,4 +1,4 @@
-"""The GPU part of ``miraccl doctor``: every state of a machine that it tells apart, without a GPU."""
+"""GPU checks of ``miraccl doctor``: every distinguished state of a machine, without a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOTHING = CudaFacts(problem="no NVIDIA driver", advice="install it")
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Say what CUDA is to say; sysfs shows no GPU and NVRTC is there."""
+    """Return a function that sets the facts about CUDA; sysfs has no GPU, NVRTC is installed."""
 
     def set_facts(facts: CudaFacts) -> None:
         doctor_gpu.clear_facts()
@@ -51,7 +51,7 @@ def seen(finding: DoctorFinding | None) -> DoctorFinding:
 
 
 def test_a_machine_without_anything(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line says that there is no GPU and one what to install; nothing has "nothing to look at"."""
+    """One finding reports the missing GPU, one what to install; no others apply."""
     machine(
         replace(NOTHING, problem="GPU memory needs cuda.bindings.driver: No module named 'cuda'")
     )
@@ -66,7 +66,7 @@ def test_a_machine_without_anything(machine: Any, monkeypatch: pytest.MonkeyPatc
     )
 
 
-def test_packages_for_gpus_on_a_machine_without(machine: Any) -> None:
+def test_gpu_packages_without_a_gpu(machine: Any) -> None:
     machine(NOTHING)
     found = findings()
     assert list(found) == ["gpu", "cuda-bindings", "nvrtc", "settings"]
@@ -100,26 +100,30 @@ def test_gpus_are_listed(machine: Any) -> None:
     machine(fake_gpu.facts(2))
     found = seen(doctor_gpu.check_cuda())
     assert found.status == "ok"
-    assert "2 x NVIDIA Cardboard" in found.found
+    assert "2 x NVIDIA Fake" in found.found
     assert "sm_90" in found.found
     assert "1 GiB" in found.found
     facts = fake_gpu.facts(2)
     machine(replace(facts, gpus=(facts.gpus[0], replace(facts.gpus[1], mode=3))))
     held = seen(doctor_gpu.check_cuda())
     assert held.status == "note"
-    assert "GPU 1 is for one process only" in held.found
+    assert "GPU 1 allows one process only" in held.found
     assert "nvidia-smi -c 0" in held.advice
 
 
-def test_the_compiler_fits_gpus_and_driver(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiler_matches_gpus_and_driver(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine(fake_gpu.facts(1))
     assert seen(doctor_gpu.check_nvrtc()).status == "ok"
     monkeypatch.setattr(toolkit, "supported_archs", lambda: (100, 120))
     older = seen(doctor_gpu.check_nvrtc())
-    assert ("not for sm_90" in older.found, "miraccl[cuda12]" in older.advice) == (True, True)
+    assert "cannot compile for sm_90" in older.found
+    assert "miraccl[cuda12]" in older.advice
     monkeypatch.setattr(toolkit, "supported_archs", lambda: (50, 80))
     newer = seen(doctor_gpu.check_nvrtc())
-    assert ("not for sm_90" in newer.found, "--upgrade" in newer.advice) == (True, True)
+    assert "cannot compile for sm_90" in newer.found
+    assert "--upgrade" in newer.advice
     monkeypatch.setattr(toolkit, "supported_archs", lambda: (90, 120))
     monkeypatch.setattr(toolkit, "version", lambda: (14, 1))
     assert "miraccl[cuda12]', or a newer driver" in seen(doctor_gpu.check_nvrtc()).advice
@@ -134,19 +138,17 @@ def test_the_compiler_fits_gpus_and_driver(machine: Any, monkeypatch: pytest.Mon
 def test_pairs_without_peer_access_are_named(machine: Any) -> None:
     facts = fake_gpu.facts(3)
     machine(facts)
-    assert seen(doctor_gpu.check_peers()).found == "all 3 pairs address each other's memory"
+    assert seen(doctor_gpu.check_peers()).found == "all 3 pairs have peer access"
     peers = tuple(replace(p, allowed={p.source, p.target} != {0, 2}) for p in facts.peers)
     machine(replace(facts, peers=peers))
     found = seen(doctor_gpu.check_peers())
     assert found.status == "note"
     assert found.found.startswith("no peer access between 0-2; 2 of 3")
     machine(fake_gpu.facts(1))
-    assert "nobody to reach" in seen(doctor_gpu.check_peers()).found
+    assert "one GPU: no pairs" in seen(doctor_gpu.check_peers()).found
 
 
-def test_ipc_is_tried_with_a_gpu_that_is_reached(
-    machine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ipc_is_tried_with_a_peer(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
     def try_ipc(owner: int, mapper: int) -> str:
@@ -172,7 +174,7 @@ def gpu(dev: int, *links: tuple[str, int]) -> nvml.GpuInfo:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "status", "told"),
+    ("gpus", "status", "expected_text"),
     [
         (
             [gpu(0, ("fffffff:ff:ff.0", 18)), gpu(1, ("fffffff:ff:ff.0", 18))],
@@ -185,12 +187,16 @@ def gpu(dev: int, *links: tuple[str, int]) -> nvml.GpuInfo:
             "4 links up per GPU, from GPU to GPU",
         ),
         ([gpu(0, ("x", 18)), gpu(1, ("x", 16))], "note", "fewer on GPU 1"),
-        ([gpu(0), gpu(1)], "ok", "over PCI"),
+        ([gpu(0), gpu(1)], "ok", "connected by PCI"),
         ([], "note", "not installed"),
     ],
 )
 def test_nvlinks(
-    machine: Any, monkeypatch: pytest.MonkeyPatch, gpus: list[nvml.GpuInfo], status: str, told: str
+    machine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: list[nvml.GpuInfo],
+    status: str,
+    expected_text: str,
 ) -> None:
     machine(fake_gpu.facts(2))
     monkeypatch.setattr(
@@ -198,7 +204,7 @@ def test_nvlinks(
     )
     found = seen(doctor_gpu.check_nvlink())
     assert found.status == status
-    assert told in found.found
+    assert expected_text in found.found
 
 
 _SMI = """
@@ -216,20 +222,20 @@ GPU 00000000:05:00.0
 
 
 @pytest.mark.parametrize(
-    ("state", "status", "expected", "told"),
+    ("state", "status", "expected", "expected_text"),
     [
         ("Completed", "Success", "ok", "set up on 2 GPUs"),
         ("In Progress", "N/A", "note", "In Progress, N/A"),
         ("Completed", "NVLink failure", "note", "Completed, NVLink failure"),
     ],
 )
-def test_the_fabric(state: str, status: str, expected: str, told: str) -> None:
+def test_the_fabric(state: str, status: str, expected: str, expected_text: str) -> None:
     found = doctor_gpu.parse_fabric(_SMI.format(state, status))
-    assert (found.status, found.found) == (expected, told)
+    assert (found.status, found.found) == (expected, expected_text)
     assert ("fabricmanager" in found.advice) is (expected == "note")
 
 
-def test_without_a_fabric_there_is_nothing_to_say() -> None:
+def test_without_a_fabric() -> None:
     assert doctor_gpu.parse_fabric("").status == "ok"
     assert (
         "no NVSwitch"
@@ -240,7 +246,7 @@ def test_without_a_fabric_there_is_nothing_to_say() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "status", "told"),
+    ("environ", "status", "expected_text"),
     [
         ({}, "ok", "none is set"),
         ({"PATH": "/bin", "MIRACCL_RANK": "1"}, "ok", "none is set"),
@@ -251,7 +257,7 @@ def test_without_a_fabric_there_is_nothing_to_say() -> None:
         ),
         ({"CUDA_VISIBLE_DEVICES": ""}, "note", "hides every GPU"),
         ({"CUDA_LAUNCH_BLOCKING": "1"}, "note", "every launch waits"),
-        ({"NCCL_P2P_DISABLE": "1"}, "note", "may not address"),
+        ({"NCCL_P2P_DISABLE": "1"}, "note", "peer access between GPUs is disabled"),
         ({"NCCL_P2P_DISABLE": "0"}, "ok", "NCCL_P2P_DISABLE=0"),
         ({"MIRACCL_ALGO": "ring"}, "note", "overridden"),
         (
@@ -259,7 +265,7 @@ def test_without_a_fabric_there_is_nothing_to_say() -> None:
             "ok",
             "MIRACCL_ALGO=",
         ),
-        ({"MIRACCL_ALGO": "rings"}, "note", "no algorithm is called so"),
+        ({"MIRACCL_ALGO": "rings"}, "note", "unknown algorithm"),
         ({"MIRACCL_PROTO": "LL128"}, "note", "overridden"),
         ({"MIRACCL_PROTO": "ll129"}, "note", "allowed are simple, ll, ll128"),
         ({"MIRACCL_DEBUG": "loud"}, "note", "MIRACCL_DEBUG='loud': allowed are none, warn"),
@@ -277,10 +283,10 @@ def test_without_a_fabric_there_is_nothing_to_say() -> None:
         ({"MIRACCL_SMS": "many"}, "note", "whole number"),
     ],
 )
-def test_settings_that_matter(environ: dict[str, str], status: str, told: str) -> None:
+def test_settings_that_matter(environ: dict[str, str], status: str, expected_text: str) -> None:
     found = doctor_gpu.check_environ(environ)
     assert found.status == status
-    assert told in f"{found.found} {found.advice}"
+    assert expected_text in f"{found.found} {found.advice}"
 
 
 def test_secrets_are_not_shown() -> None:
@@ -289,67 +295,69 @@ def test_secrets_are_not_shown() -> None:
     assert "MIRACCL_SECRET" in found.found
 
 
-def test_the_doctor_has_all_of_them() -> None:
+def test_the_doctor_runs_all_gpu_checks() -> None:
     assert set(doctor_gpu.CHECKS) <= set(doctor.CHECKS)
 
 
-# ---------------------------------------------------------------------- asking CUDA in another process
+# ---------------------------------------------------------------------- CUDA in another process
 
 
-def test_facts_survive_the_way_through_json() -> None:
+def test_facts_round_trip_through_json() -> None:
     facts = replace(
         fake_gpu.facts(2), peers=(PeerAccess(source=0, target=1, allowed=True, rank=1),)
     )
     assert gpu_facts.facts_from_json(json.loads(json.dumps(asdict(facts)))) == facts
-    assert facts.restrict_to([1]).names == "1 x NVIDIA Cardboard"
+    assert facts.restrict_to([1]).names == "1 x NVIDIA Fake"
 
 
-def test_this_machine_is_asked() -> None:
+def test_facts_of_this_machine() -> None:
     facts = gpu_facts.read_facts()
     assert bool(facts.gpus) is not bool(facts.problem)
     assert facts.gpus or facts.advice
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "expected_text"),
     [
         ("import os; os.kill(os.getpid(), 11)", "status -11"),
         ("raise RuntimeError('driver trouble')", "driver trouble"),
     ],
 )
-def test_a_driver_that_crashes_is_a_finding(
-    monkeypatch: pytest.MonkeyPatch, code: str, told: str
+def test_a_crashing_driver_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, code: str, expected_text: str
 ) -> None:
     monkeypatch.setattr(gpu_facts, "_command", lambda *words: [sys.executable, "-c", code])
     facts = gpu_facts.read_facts()
     assert not facts.gpus
-    assert told in facts.problem
+    assert expected_text in facts.problem
 
 
-def test_a_driver_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_driver_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = {"facts": "import signal; signal.pause()", "share": "import sys; sys.stdin.read()"}
     monkeypatch.setattr(
         gpu_facts, "_command", lambda *words: [sys.executable, "-c", hangs[words[0]]]
     )
     monkeypatch.setattr(gpu_facts, "PROBE_SECONDS", 0.05)
-    assert "did not answer" in gpu_facts.read_facts().problem
-    assert "did not answer" in gpu_facts.try_ipc(0, 1)
+    assert "did not respond" in gpu_facts.read_facts().problem
+    assert "did not respond" in gpu_facts.try_ipc(0, 1)
 
 
 _OWNER = "print('handle 00', flush=True); input()"
 
 
 @pytest.mark.parametrize(
-    ("mapper", "told"),
+    ("mapper", "expected_text"),
     [
         ("print('mapped')", ""),
         ("print('refused by a test')", "refused by a test"),
         ("raise SystemExit(3)", "status 3"),
     ],
 )
-def test_ipc_between_processes(monkeypatch: pytest.MonkeyPatch, mapper: str, told: str) -> None:
+def test_ipc_between_processes(
+    monkeypatch: pytest.MonkeyPatch, mapper: str, expected_text: str
+) -> None:
     def command(*words: str) -> list[str]:
         return [sys.executable, "-c", _OWNER if words[0] == "share" else mapper]
 
     monkeypatch.setattr(gpu_facts, "_command", command)
-    assert gpu_facts.try_ipc(0, 1) == told
+    assert gpu_facts.try_ipc(0, 1) == expected_text

@@ -1,4 +1,4 @@
-"""``miraccl perf --devices cuda`` without a GPU: options, ranks, checks, graphs, the peer, on a driver and a communicator of cardboard."""
+"""``miraccl perf --devices cuda`` on fake GPUs: options, ranks, checks, graphs, the peer."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def start(
     )
 
 
-# ---------------------------------------------------------------------- what the user means
+# ---------------------------------------------------------------------- options
 
 
 @pytest.mark.parametrize(
@@ -75,19 +75,19 @@ def start(
         ("CUDA:2", Devices(kind="cuda", ordinals=(2,))),
     ],
 )
-def test_devices_are_read(text: str, expected: Devices) -> None:
+def test_devices_are_parsed(text: str, expected: Devices) -> None:
     assert DevicesType().convert(text, None, None) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["gpu", "0,1", "cuda:", "cuda:0-3", "cuda:0,0", "cuda:0,x", "", "cpu,cuda"]
 )
-def test_devices_that_mean_nothing_are_refused(text: str) -> None:
+def test_invalid_devices_are_rejected(text: str) -> None:
     with pytest.raises(click.BadParameter):
         DevicesType().convert(text, None, None)
 
 
-def test_devices_are_looked_up() -> None:
+def test_devices_are_resolved() -> None:
     assert resolve(Devices(kind="cuda"), fake_gpu.facts(3)) == (0, 1, 2)
     assert resolve(Devices(kind="cuda", ordinals=(2, 0)), fake_gpu.facts(3)) == (2, 0)
     with pytest.raises(
@@ -107,22 +107,25 @@ def test_devices_are_looked_up() -> None:
         (("--graph",), "--graph is for GPU memory"),
         (("--threads",), "--threads is for GPU memory"),
         (("--sms", "4"), "--sms is for GPU memory"),
-        (("--compare", "nccl"), "NCCL has no CPU side"),
+        (("--compare", "nccl"), "NCCL does not support CPU memory"),
         (("--devices", "cuda", "--compare", "gloo"), "is for CPU memory"),
         (("--devices", "cuda", "--fresh"), "--fresh is for CPU memory"),
-        (("--devices", "cuda:4"), "there is no cuda:4"),
+        (("--devices", "cuda:4"), "no cuda:4"),
         (
             ("--devices", "cuda", "--sizes", "600M"),
-            "the buffers take 1258291200 bytes of a GPU, which has 1073741824",
+            "the buffers need 1258291200 bytes of a GPU with 1073741824",
         ),
         (
             ("--devices", "cuda:0", "--sizes", "300M", "--ranks", "2"),
-            "the buffers of 2 ranks take 1258291200 bytes",
+            "the buffers of 2 ranks need 1258291200 bytes",
         ),
         (("--devices", "cuda", "--proto", "ll129"), "allowed are simple, ll and ll128"),
-        (("--devices", "cuda", "--algo", "rings"), "no algorithm is called 'rings'"),
+        (("--devices", "cuda", "--algo", "rings"), "unknown algorithm 'rings'"),
         (("--devices", "cuda", "--algo", "bruck"), "--algo bruck has no all_reduce over 2 ranks"),
-        (("--devices", "cuda:0", "--ranks", "2", "--compare", "nccl"), "NCCL refuses"),
+        (
+            ("--devices", "cuda:0", "--ranks", "2", "--compare", "nccl"),
+            "which NCCL does not support",
+        ),
         (
             ("--devices", "cuda", "--threads", "--hosts", "2", "--ranks", "2"),
             "a process for each rank",
@@ -134,18 +137,18 @@ def test_devices_are_looked_up() -> None:
         ),
         (
             ("--devices", "cuda", "--deterministic", "--algo", "ring"),
-            "not --algo ring; for all_reduce these do: one_shot, two_shot",
+            "not --algo ring; available for all_reduce: one_shot, two_shot",
         ),
     ],
 )
-def test_options_that_do_not_fit_are_refused(
+def test_inapplicable_options_are_rejected(
     args: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_facts, "read_facts", lambda: fake_gpu.facts(2))
     result = CliRunner().invoke(cli.cli, ["perf", "all_reduce", *args])
     assert result.exit_code == 2 or isinstance(result.exception, InvalidUsage)
     assert told in f"{result.output} {result.exception}"
-    assert "#" not in result.output, "no table is begun"
+    assert "#" not in result.output, "no table is printed"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,7 @@ def test_options_that_do_not_fit_are_refused(
         ),
     ],
 )
-def test_options_that_ranks_may_accept_are_left_to_them(
+def test_options_checked_by_ranks_are_accepted(
     args: tuple[str, ...], environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_facts, "read_facts", lambda: fake_gpu.facts(2))
@@ -180,15 +183,15 @@ def test_options_that_ranks_may_accept_are_left_to_them(
     assert result.exit_code == 0, f"{result.output} {result.exception}"
 
 
-def test_nccl_is_looked_for_before_ranks_start(
+def test_nccl_is_checked_before_ranks_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """In another process: this one would fork ranks."""
+    """The check runs in another process, because this one forks ranks."""
     monkeypatch.setattr(gpu_facts, "read_facts", lambda: fake_gpu.facts(2))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     for text, told in (
         (_CPU_BUILD, "PyTorch 9.9 has no CUDA"),
-        ("raise ImportError('no such thing')", "needs PyTorch: no such thing"),
+        ("raise ImportError('no such thing')", "without PyTorch: no such thing"),
     ):
         (tmp_path / "torch").mkdir(exist_ok=True)
         (tmp_path / "torch" / "__init__.py").write_text(text)
@@ -199,7 +202,7 @@ def test_nccl_is_looked_for_before_ranks_start(
         assert isinstance(result.exception, MissingDependency), result.exception
         assert told in str(result.exception)
         assert "a build with CUDA" in str(result.exception)
-        assert "#" not in result.output, "no table is begun"
+        assert "#" not in result.output, "no table is printed"
 
 
 _CPU_BUILD = """
@@ -209,7 +212,7 @@ class cuda:
 """
 
 
-def test_choices_reach_the_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_reach_the_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = []
     monkeypatch.setattr(gpu_facts, "read_facts", lambda: fake_gpu.facts(2))
     monkeypatch.setattr(
@@ -237,19 +240,19 @@ def test_choices_reach_the_communicators(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Any:
+def gpu_buffers(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(toolkit, "compile_cubin", fake_gpu.compile_nothing)
     gpu: Any = fake_gpu.FakeGpu(0)
     return GpuBuffers(gpu)
 
 
-def arena_of(card: Any, nbytes: int = 1 << 22) -> Arena:
-    return Arena(card.gpu.allocate(nbytes), nbytes, 3)
+def arena_of(gpu_buffers: Any, nbytes: int = 1 << 22) -> Arena:
+    return Arena(gpu_buffers.gpu.allocate(nbytes), nbytes, 3)
 
 
 @pytest.mark.parametrize("name", ITEMSIZES)
-def test_communicators_take_the_arrays(card: Any, name: str) -> None:
-    array = arena_of(card).allocate(100, name)
+def test_communicators_accept_the_arrays(gpu_buffers: Any, name: str) -> None:
+    array = arena_of(gpu_buffers).allocate(100, name)
     assert is_gpu_array(array)
     assert device_ordinal(array) == 3
     part = array[10:30]
@@ -258,13 +261,13 @@ def test_communicators_take_the_arrays(card: Any, name: str) -> None:
     assert array[40:40].nbytes == 0
 
 
-def test_arrays_of_an_arena_do_not_overlap(card: Any) -> None:
-    arena = arena_of(card, 4096)
+def test_arrays_of_an_arena_do_not_overlap(gpu_buffers: Any) -> None:
+    arena = arena_of(gpu_buffers, 4096)
     arrays = [arena.allocate(count, "float32") for count in (1, 130, 200)]
     ends = [a.address + a.nbytes for a in arrays]
     assert all(a.address % 512 == 0 for a in arrays)
     assert all(end <= b.address for end, b in zip(ends, arrays[1:]))
-    with pytest.raises(InvalidUsage, match="set aside"):
+    with pytest.raises(InvalidUsage, match="exceed the"):
         arena.allocate(1 << 20, "float32")
     arena.reset()
     assert arena.allocate(1, "int8").address == arrays[0].address
@@ -272,45 +275,45 @@ def test_arrays_of_an_arena_do_not_overlap(card: Any) -> None:
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float64"])
-def test_one_wrong_element_is_found(
-    card: Any, dtype: str, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+def test_one_wrong_element_is_detected(
+    gpu_buffers: Any, dtype: str, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_check, "HOST_BYTES", 1 << 30 if on_cpu else 0)
     monkeypatch.setattr(device_check, "_CHUNK", 2 * data.PERIOD)
     case = build_case(
         "all_gather", ITEMSIZES[dtype] * 3 * (2 * data.PERIOD + 5), nranks=3, dtype=dtype
     )
-    output = arena_of(card).allocate(case.output_count, dtype)
-    device_check.poison(card, output)
-    assert device_check.count_wrong(card, case, output, 0, 5) == case.output_count
+    output = arena_of(gpu_buffers).allocate(case.output_count, dtype)
+    device_check.poison(gpu_buffers, output)
+    assert device_check.count_wrong(gpu_buffers, case, output, 0, 5) == case.output_count
     for rank in range(3):
         device_check.fill_input(
-            card, case, output[rank * case.count : (rank + 1) * case.count], rank, 5
+            gpu_buffers, case, output[rank * case.count : (rank + 1) * case.count], rank, 5
         )
-    assert device_check.count_wrong(card, case, output, 0, 5) == 0
+    assert device_check.count_wrong(gpu_buffers, case, output, 0, 5) == 0
     fake_gpu.view(output.address, output.nbytes)[-1] ^= 1
     fake_gpu.view(output.address, output.nbytes)[0] ^= 1
-    assert device_check.count_wrong(card, case, output, 0, 5) == 2
+    assert device_check.count_wrong(gpu_buffers, case, output, 0, 5) == 2
 
 
-def test_averages_that_round_are_compared_on_the_cpu(
-    card: Any, monkeypatch: pytest.MonkeyPatch
+def test_rounded_averages_are_compared_on_the_cpu(
+    gpu_buffers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_check, "HOST_BYTES", 0)
     case = build_case("all_reduce", 4 * 1000, nranks=3, dtype="float32", redop="avg")
-    output = arena_of(card).allocate(case.count, "float32")
+    output = arena_of(gpu_buffers).allocate(case.count, "float32")
     right = np.resize(data.reduced_table(case, 1), case.count).astype(np.float32)
-    card.write(output.address, np.nextafter(right, np.float32(np.inf)))
-    assert device_check.count_wrong(card, case, output, 0, 1) == 0
-    card.write(output.address, right * np.float32(1.001))
-    assert device_check.count_wrong(card, case, output, 0, 1) == case.count
+    gpu_buffers.write(output.address, np.nextafter(right, np.float32(np.inf)))
+    assert device_check.count_wrong(gpu_buffers, case, output, 0, 1) == 0
+    gpu_buffers.write(output.address, right * np.float32(1.001))
+    assert device_check.count_wrong(gpu_buffers, case, output, 0, 1) == case.count
 
 
 @pytest.mark.parametrize(("redop", "value"), [("sum", 0.0), ("prod", 1.0)])
-def test_calm_buffers_hold_the_neutral_element(card: Any, redop: str, value: float) -> None:
+def test_neutral_buffers(gpu_buffers: Any, redop: str, value: float) -> None:
     case = build_case("all_reduce", 4 * 50, nranks=2, dtype="float32", redop=redop)
-    array = arena_of(card).allocate(50, "float32")
-    device_check.fill_neutral(card, case, array)
+    array = arena_of(gpu_buffers).allocate(50, "float32")
+    device_check.fill_neutral(gpu_buffers, case, array)
     assert fake_gpu.view(array.address, array.nbytes).view(np.float32).tolist() == [value] * 50
 
 
@@ -323,26 +326,28 @@ def test_calm_buffers_hold_the_neutral_element(card: Any, redop: str, value: flo
         ("all_gather", True, True),
     ],
 )
-def test_only_reductions_in_place_change_their_input(
-    card: Any, op: str, in_place: bool, repeatable: bool
+def test_only_in_place_reductions_are_not_repeatable(
+    gpu_buffers: Any, op: str, in_place: bool, repeatable: bool
 ) -> None:
-    case, arena = build_case(op, 4 * 300, nranks=3, dtype="float32"), arena_of(card)
+    case, arena = build_case(op, 4 * 300, nranks=3, dtype="float32"), arena_of(gpu_buffers)
     x, y = place_buffers(case, 1, in_place, lambda count: arena.allocate(count, "float32"))
     assert isinstance(x, PerfDeviceArray)
     assert is_repeatable(case, x, y) is repeatable
 
 
-def test_a_graph_runs_what_was_captured_and_ends_with_its_owner(card: Any) -> None:
-    array = arena_of(card).allocate(4, "uint8")
-    replay = card.capture(lambda: card.set_bytes(array.address, 2, 9))
+def test_graphs_replay_captured_work(gpu_buffers: Any) -> None:
+    array = arena_of(gpu_buffers).allocate(4, "uint8")
+    replay = gpu_buffers.capture(lambda: gpu_buffers.set_bytes(array.address, 2, 9))
     assert fake_gpu.view(array.address, 4).tolist() == [0, 0, 0, 0]
-    assert card.time_us(replay) == 500.0
+    assert gpu_buffers.time_us(replay) == 500.0
     assert fake_gpu.view(array.address, 4).tolist() == [9, 9, 0, 0]
     with pytest.raises(RuntimeError, match="on purpose"):
-        card.capture(_fails)
-    assert card.capture(lambda: None) is not None, "a capture that failed does not shut the stream"
-    card.close()
-    card.close()
+        gpu_buffers.capture(_fails)
+    assert gpu_buffers.capture(lambda: None) is not None, (
+        "the stream is usable after a failed capture"
+    )
+    gpu_buffers.close()
+    gpu_buffers.close()
 
 
 def _fails() -> None:
@@ -354,7 +359,7 @@ def _fails() -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("op", OPERATIONS)
-def test_every_operation_is_right(op: str) -> None:
+def test_every_operation_is_correct(op: str) -> None:
     done = perf(
         3,
         op,
@@ -418,8 +423,8 @@ def test_more_ranks_than_gpus_share_them() -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("how", [(), ("--threads",)])
-def test_nccl_is_measured_in_the_same_call(how: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("options", [(), ("--threads",)])
+def test_nccl_is_measured_alternating(options: tuple[str, ...]) -> None:
     done = perf(
         2,
         "reduce",
@@ -433,7 +438,7 @@ def test_nccl_is_measured_in_the_same_call(how: tuple[str, ...]) -> None:
         "nccl",
         "--json",
         "-",
-        *how,
+        *options,
         *QUICK,
     )
     assert done.returncode == 0, done.stderr
@@ -447,8 +452,8 @@ def test_nccl_is_measured_in_the_same_call(how: tuple[str, ...]) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("how", [(), ("--threads",)])
-def test_a_peer_that_cannot_be_captured_is_left_out(how: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("options", [(), ("--threads",)])
+def test_a_peer_that_cannot_be_captured_is_skipped(options: tuple[str, ...]) -> None:
     words = (
         "all_gather",
         "--devices",
@@ -460,12 +465,12 @@ def test_a_peer_that_cannot_be_captured_is_left_out(how: tuple[str, ...]) -> Non
         "--graph",
         "--json",
         "-",
-        *how,
+        *options,
         *QUICK,
     )
-    done = perf(2, *words, env={"FAKE_SHY": "1"})
+    done = perf(2, *words, env={"FAKE_UNCAPTURABLE": "1"})
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("not while I am watched") == 2, "once for each form"
+    assert done.stderr.count("cannot be captured on purpose") == 2, "once for each form"
     assert ["ratio" in row for row in json.loads(done.stdout)] == [False, False]
 
 
@@ -488,7 +493,7 @@ def test_a_wrong_element_is_counted_before_and_after() -> None:
 
 
 @pytest.mark.multiprocess
-def test_what_is_refused_is_told_once() -> None:
+def test_rejected_operations_are_reported_once() -> None:
     done = perf(
         2,
         "all_gather",
@@ -497,10 +502,10 @@ def test_what_is_refused_is_told_once() -> None:
         "--sizes",
         "3000",
         *QUICK,
-        env={"FAKE_REFUSES": "all_gather"},
+        env={"FAKE_REJECTS": "all_gather"},
     )
     assert done.returncode == 2
-    assert done.stderr.count("refused on purpose") == 1
+    assert done.stderr.count("rejected on purpose") == 1
     assert "Traceback" not in done.stderr
     done = perf(
         2, "gather", "--devices", "cuda", "--sizes", "3000", *QUICK, env={"FAKE_LACKS": "gather"}
@@ -510,8 +515,8 @@ def test_what_is_refused_is_told_once() -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("how", [(), ("--threads",)])
-def test_a_rank_that_dies_ends_the_run(how: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("options", [(), ("--threads",)])
+def test_a_killed_rank_ends_the_run(options: tuple[str, ...]) -> None:
     done = perf(
         2,
         "all_gather",
@@ -519,7 +524,7 @@ def test_a_rank_that_dies_ends_the_run(how: tuple[str, ...]) -> None:
         "cuda",
         "--sizes",
         "3000",
-        *how,
+        *options,
         *QUICK,
         env={"FAKE_DIES": "all_gather"},
     )
@@ -528,7 +533,7 @@ def test_a_rank_that_dies_ends_the_run(how: tuple[str, ...]) -> None:
 
 
 @pytest.mark.multiprocess
-def test_ranks_of_torchrun_take_the_gpu_of_their_local_rank() -> None:
+def test_ranks_of_torchrun_use_the_gpu_of_their_local_rank() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     names = {
@@ -556,7 +561,7 @@ def test_ranks_of_torchrun_take_the_gpu_of_their_local_rank() -> None:
             env={
                 **os.environ,
                 "PYTHONPATH": str(ROOT),
-                "FAKE_TELLS": "1",
+                "FAKE_PRINTS": "1",
                 **names,
                 "RANK": str(r),
                 "LOCAL_RANK": str(r),
@@ -579,13 +584,13 @@ def test_ranks_of_torchrun_take_the_gpu_of_their_local_rank() -> None:
     assert ["rank 0 on GPU 3" in outputs[0][1], "rank 1 on GPU 1" in outputs[1][1]] == [True, True]
 
 
-# ---------------------------------------------------------------------- the scripts that make tables
+# ---------------------------------------------------------------------- benchmark scripts
 
 
 def bench(
     script: str, out: Path, *words: str, env: dict[str, str] | None = None
 ) -> tuple[int, dict[str, Any], str]:
-    """Exit status, the JSON and the markdown of a script of bench/."""
+    """Return exit status, JSON and markdown of a script of bench/."""
     done = start(
         2, str(ROOT / "bench" / script), "--out", str(out), "--batches", "1", *words, env=env
     )
@@ -598,7 +603,7 @@ def bench(
 
 
 @pytest.mark.multiprocess
-def test_tables_are_made(tmp_path: Path) -> None:
+def test_tables_are_written(tmp_path: Path) -> None:
     status, record, text = bench("gpu_all_reduce.py", tmp_path / "result", "--sizes", "16,4096")
     assert status == 0
     assert [(row["bytes"], row["graph"], row["wrong"]) for row in record["rows"]] == [
@@ -612,7 +617,7 @@ def test_tables_are_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-def test_a_cell_that_fails_is_reported_and_the_rest_is_measured(tmp_path: Path) -> None:
+def test_a_failing_cell_is_reported_and_the_rest_is_measured(tmp_path: Path) -> None:
     words = ("--ops", "reduce,all_gather,broadcast", "--dtypes", "float32", "--sizes", "8,1024")
     status, record, text = bench(
         "gpu_collectives.py", tmp_path / "dies", *words, env={"FAKE_DIES": "all_gather"}
@@ -628,7 +633,7 @@ def test_a_cell_that_fails_is_reported_and_the_rest_is_measured(tmp_path: Path) 
     assert [entry["cell"] for entry in record["failures"]] == ["all_gather float32 1024 graph"]
     assert "SIGKILL" in text
     status, record, text = bench(
-        "gpu_collectives.py", tmp_path / "refused", *words, env={"FAKE_REFUSES": "all_gather"}
+        "gpu_collectives.py", tmp_path / "refused", *words, env={"FAKE_REJECTS": "all_gather"}
     )
     assert [row["op"] for row in record["rows"]] == ["reduce", "reduce", "broadcast", "broadcast"]
     assert [entry["cell"] for entry in record["failures"]] == [
@@ -638,7 +643,7 @@ def test_a_cell_that_fails_is_reported_and_the_rest_is_measured(tmp_path: Path) 
 
 
 @pytest.mark.multiprocess
-def test_what_there_was_no_time_for_is_named(tmp_path: Path) -> None:
+def test_cells_beyond_the_time_budget_are_listed(tmp_path: Path) -> None:
     status, record, text = bench("gpu_final.py", tmp_path / "result", "--budget", "0")
     assert status == 0
     assert record["rows"] == []

@@ -42,7 +42,7 @@ def perf(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedP
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
-def test_every_operation_is_right(op: str) -> None:
+def test_every_operation_is_correct(op: str) -> None:
     root = ("--root", "2") if op in ROOTED else ()
     sizes = () if op == "barrier" else ("--sizes", "1,5000")
     done = perf(op, "--ranks", "3", *sizes, "--json", "-", *root, *_QUICK)
@@ -87,7 +87,7 @@ def test_types_operators_and_kinds_of_buffers(options: tuple[str, ...]) -> None:
     assert "0 OK" in done.stdout
 
 
-def test_on_a_terminal_lines_stay_whole_beside_the_progress_bar() -> None:
+def test_the_progress_bar_does_not_break_lines() -> None:
     ours, theirs = os.openpty()
     command = [
         sys.executable,
@@ -131,7 +131,7 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     assert "<svg" in target.read_text()
 
 
-def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path) -> None:
+def test_a_missing_matplotlib_is_reported_with_the_install_command(tmp_path: Path) -> None:
     (tmp_path / "matplotlib.py").write_text("raise ImportError('hidden by a test')")
     done = perf(
         "all_reduce",
@@ -148,22 +148,22 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path) -> No
     assert "pip install matplotlib" in done.stderr
 
 
-def test_usage_errors_of_ranks_are_told_once() -> None:
+def test_usage_errors_of_ranks_are_reported_once() -> None:
     done = perf(
         "all_reduce", "--ranks", "3", "--sizes", "8", *_QUICK, env={"MIRACCL_ALGO": "no_such"}
     )
     assert done.returncode == 2
-    assert done.stderr.count("no algorithm is called") == 1
+    assert done.stderr.count("unknown algorithm") == 1
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("args", "env", "told"),
+    ("args", "env", "expected_text"),
     [
         (
             ("--deterministic", "--algo", "ring"),
             {},
-            "--deterministic needs an algorithm that adds in the order of the ranks",
+            "--deterministic needs an algorithm that adds in rank order",
         ),
         (
             ("--ranks", "1", "--algo", "ring"),
@@ -173,19 +173,19 @@ def test_usage_errors_of_ranks_are_told_once() -> None:
         (
             ("--deterministic",),
             {"MIRACCL_ALGO": "ring"},
-            "not MIRACCL_ALGO ring; for all_reduce these do: one_shot, two_shot",
+            "not MIRACCL_ALGO ring; available for all_reduce: one_shot, two_shot",
         ),
     ],
 )
-def test_an_algorithm_of_another_order_is_refused_before_ranks_start(
-    args: tuple[str, ...], env: dict[str, str], told: str
+def test_deterministic_conflicts_are_rejected_before_ranks_start(
+    args: tuple[str, ...], env: dict[str, str], expected_text: str
 ) -> None:
     done = perf("all_reduce", "--sizes", "8", *args, *_QUICK, env=env)
     assert (done.returncode, done.stdout) == (2, "")
-    assert told in done.stderr
+    assert expected_text in done.stderr
 
 
-def test_an_algorithm_that_keeps_the_order_or_adds_nothing_runs() -> None:
+def test_deterministic_with_suitable_algorithms() -> None:
     assert (
         perf(
             "all_reduce", "--sizes", "8", "--deterministic", "--algo", "two_shot", *_QUICK
@@ -206,35 +206,35 @@ from miraccl.tools.perf import orchestrator
 from miraccl.tools.perf.engine_miraccl import MiracclEngine
 orchestrator._GRACE = 60.0
 barrier = MiracclEngine.barrier
-def breaks(self):
+def failing_barrier(self):
     if self.rank == 1:
-        {what}
+        {fault}
     barrier(self)
-MiracclEngine.barrier = breaks
+MiracclEngine.barrier = failing_barrier
 cli.main(["perf", "all_reduce", "--ranks", "3", "--sizes", "8", "--timeout", "60"])
 """
 
 
 @pytest.mark.parametrize(
-    ("what", "told", "tracebacks"),
+    ("fault", "expected_text", "tracebacks"),
     [
         ("raise RuntimeError('on purpose')", "rank 1: RuntimeError: on purpose", 1),
         ("raise miraccl.CollectiveTimeout('on purpose')", "on purpose", 0),
         ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL", 0),
     ],
 )
-def test_a_rank_that_crashes_ends_the_run(what: str, told: str, tracebacks: int) -> None:
-    code = _CRASH.format(what=what)
+def test_a_crashing_rank_ends_the_run(fault: str, expected_text: str, tracebacks: int) -> None:
+    code = _CRASH.format(fault=fault)
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 1
-    assert told in done.stderr
+    assert expected_text in done.stderr
     assert done.stderr.count("Traceback") == tracebacks
 
 
-def test_a_run_that_takes_too_long_is_ended() -> None:
-    code = _CRASH.format(what="signal.pause()").replace('"60"', '"0.5"')
+def test_a_run_beyond_its_timeout_is_stopped() -> None:
+    code = _CRASH.format(fault="signal.pause()").replace('"60"', '"0.5"')
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
     )
@@ -242,16 +242,16 @@ def test_a_run_that_takes_too_long_is_ended() -> None:
     assert "did not finish in time" in done.stderr
 
 
-def test_an_interrupt_ends_the_ranks_and_is_told() -> None:
+def test_an_interrupt_stops_the_ranks() -> None:
     text = """
 import os, signal
 from miraccl.tools import cli
 from miraccl.tools.perf import orchestrator
-pump = orchestrator.OwnGroup.process_events
+process_events = orchestrator.OwnGroup.process_events
 def interrupted(self, timeout):
     print(*self._ranks.pids, flush=True)
     os.kill(os.getpid(), signal.SIGINT)
-    pump(self, timeout)
+    process_events(self, timeout)
 orchestrator.OwnGroup.process_events = interrupted
 signal.signal(signal.SIGINT, signal.default_int_handler)
 cli.main(["perf", "all_reduce", "--ranks", "2", "--sizes", "8"])
@@ -305,11 +305,11 @@ def test_ranks_of_torchrun() -> None:
     assert outputs[1][0] == ""
 
 
-# ---------------------------------------------------------------------- a library that makes a mistake
+# ---------------------------------------------------------------------- a faulty library
 
 
-class _Careless(MiracclEngine):
-    """Gets one element wrong on one rank, in every call."""
+class _FaultyEngine(MiracclEngine):
+    """Changes one element on one rank in every call."""
 
     def bind(self, case: Case, in_place: bool) -> BoundOperation | None:
         bound = super().bind(case, in_place)
@@ -323,7 +323,7 @@ class _Careless(MiracclEngine):
         return BoundOperation(call=call, input=bound.input, output=bound.output)
 
 
-def _measure_carelessly(engine: type[MiracclEngine]) -> list[Any]:
+def _measure_faulty(engine: type[MiracclEngine]) -> list[Any]:
     case = build_case("all_reduce", 4000, nranks=2, dtype="float32")
     options = MeasureOptions(iters=1, warmup=0, batches=1)
     with miraccl.init() as comm:
@@ -335,36 +335,40 @@ def _measure_carelessly(engine: type[MiracclEngine]) -> list[Any]:
 
 
 def test_one_wrong_element_on_one_rank_is_counted() -> None:
-    assert run_ranks(_measure_carelessly, 2, _Careless) == [[2, 2]] * 2, (
+    assert run_ranks(_measure_faulty, 2, _FaultyEngine) == [[2, 2]] * 2, (
         "one before and one after the timed calls"
     )
-    assert run_ranks(_measure_carelessly, 2, MiracclEngine) == [[0, 0]] * 2
+    assert run_ranks(_measure_faulty, 2, MiracclEngine) == [[0, 0]] * 2
 
 
-def _measure_in_turns() -> tuple[str, str]:
+def _measure_alternating() -> tuple[str, str]:
     case = build_case("all_reduce", 1 << 20, nranks=2, dtype="float32")
     with miraccl.init() as comm:
 
-        def turn() -> None:
+        def wait_for_turn() -> None:
             comm.all_reduce(np.zeros(1))
 
         row = measure(
-            MiracclEngine(comm), case, True, MeasureOptions(iters=1, warmup=0, batches=1), turn
+            MiracclEngine(comm),
+            case,
+            True,
+            MeasureOptions(iters=1, warmup=0, batches=1),
+            wait_for_turn,
         )
         assert row is not None
         return row.algo, comm.explain("all_reduce", 1 << 20)[0].algo
 
 
 def test_the_algorithm_shown_is_that_of_the_timed_calls() -> None:
-    """Not of what the ranks do between them, to agree on whose turn it is."""
-    for shown, chosen in run_ranks(_measure_in_turns, 2):
-        assert shown == chosen != "one_shot"
+    """Operations of ``wait_for_turn`` do not affect the algorithm shown."""
+    for shown, planned in run_ranks(_measure_alternating, 2):
+        assert shown == planned != "one_shot"
 
 
 # ---------------------------------------------------------------------- a peer
 
 _FAKE_MPI = '''
-"""MPI of one rank: what the worker needs of mpi4py, so that the comparison runs where there is no MPI."""
+"""mpi4py of one rank for the worker, so that the comparison runs without MPI."""
 import numpy as np
 IN_PLACE = object()
 FLOAT = "float"
@@ -383,7 +387,7 @@ def __getattr__(name): return name
 
 @pytest.fixture
 def fake_mpi(tmp_path: Path) -> str:
-    """A Python with an mpi4py of one rank, and an mpirun beside it."""
+    """Return a Python with a fake mpi4py of one rank, and an mpirun beside it."""
     package = tmp_path / "site" / "mpi4py"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
@@ -401,7 +405,7 @@ def fake_mpi(tmp_path: Path) -> str:
     return str(python)
 
 
-def test_a_peer_is_measured_in_turns(fake_mpi: str) -> None:
+def test_a_peer_is_measured_alternating(fake_mpi: str) -> None:
     arguments = (
         "all_reduce",
         "--ranks",
@@ -426,7 +430,7 @@ def test_a_peer_is_measured_in_turns(fake_mpi: str) -> None:
     assert "Geometric mean" in table
 
 
-def test_a_launcher_that_is_not_there_is_told_before_ranks_start(
+def test_a_missing_launcher_is_reported_before_ranks_start(
     fake_mpi: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (Path(fake_mpi).parent / "mpirun").unlink()
@@ -444,10 +448,10 @@ def test_a_launcher_that_is_not_there_is_told_before_ranks_start(
         *_QUICK,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert "no mpirun or mpiexec" in done.stderr
+    assert "cannot find mpirun or mpiexec" in done.stderr
 
 
-def test_a_peer_that_fails_ends_the_run(fake_mpi: str) -> None:
+def test_a_failing_peer_ends_the_run(fake_mpi: str) -> None:
     module = Path(fake_mpi).parents[1] / "site" / "mpi4py" / "MPI.py"
     module.write_text(_FAKE_MPI.replace("y[0][:] = x[0]", "raise RuntimeError('peer trouble')"))
     done = perf(
@@ -466,7 +470,7 @@ def test_a_peer_that_fails_ends_the_run(fake_mpi: str) -> None:
     assert "peer trouble" in done.stderr
 
 
-def test_a_peer_that_is_wrong_is_not_compared_with(fake_mpi: str) -> None:
+def test_a_peer_with_wrong_results_is_rejected(fake_mpi: str) -> None:
     module = Path(fake_mpi).parents[1] / "site" / "mpi4py" / "MPI.py"
     module.write_text(_FAKE_MPI.replace("y[0][:] = x[0]", "y[0][:] = 0"))
     done = perf(
@@ -485,7 +489,7 @@ def test_a_peer_that_is_wrong_is_not_compared_with(fake_mpi: str) -> None:
     assert "wrong values" in done.stderr
 
 
-def test_the_rank_helper_sees_deaths_and_output() -> None:
+def test_rank_outcomes_report_deaths_and_output() -> None:
     from tests.support.ranks import rank_outcomes
 
     first, second = rank_outcomes(_die_if_first, 2)

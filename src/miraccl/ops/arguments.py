@@ -25,7 +25,7 @@ from miraccl.types import DL_TYPES, DType, PreMulSum, RedOp
 Array = np.ndarray
 
 ALLOWED = ", ".join(code.label for code in DType)
-#: of one array: beyond the addresses of a process (x86-64, five levels of page tables)
+#: Upper bound of an array: the address space of a process (x86-64, five-level page tables).
 MAX_BYTES = 1 << 57
 
 
@@ -72,19 +72,18 @@ def view(obj: Any, name: str, *, writes: bool, where: str) -> HostMemory:
     dtype = dtype_of(array)
     if dtype is None:
         reason = (
-            "has the other byte order"
+            "has non-native byte order"
             if array.dtype.newbyteorder() in NUMPY_DTYPE.values()
             else f"has dtype {array.dtype}"
         )
-        meant = next(
-            (NUMPY_DTYPE[code] for code in DType if code.label == str(array.dtype)), None
-        )  # ml_dtypes has a float8_e4m3, too
+        # ml_dtypes has a float8_e4m3 as well, which is another type than ours of that name.
+        meant = next((NUMPY_DTYPE[code] for code in DType if code.label == str(array.dtype)), None)
         raise InvalidUsage(
             f"{where}: {name} {reason}; allowed are {ALLOWED}",
             hint=f"{array.dtype} is {meant} here" if meant else None,
         )
     if not array.flags.c_contiguous:
-        hint = "pass numpy.ascontiguousarray(...) and copy the result back if you need it there"
+        hint = "pass numpy.ascontiguousarray(...) and copy the result back if needed"
         raise InvalidUsage(
             f"{where}: {name} is not contiguous (shape {array.shape}, strides {array.strides})",
             hint=hint,
@@ -94,11 +93,7 @@ def view(obj: Any, name: str, *, writes: bool, where: str) -> HostMemory:
             f"{where}: {name} is not aligned to its element size of {array.itemsize} bytes"
         )
     if writes and not array.flags.writeable:
-        advice = (
-            "pass a copy that may be written to, or out= where the call takes it"
-            if name == "x"
-            else None
-        )
+        advice = "pass a writable copy, or out= if the operation has it" if name == "x" else None
         raise InvalidUsage(
             f"{where}: {name} is read-only, but the result is written to it", hint=advice
         )
@@ -106,7 +101,7 @@ def view(obj: Any, name: str, *, writes: bool, where: str) -> HostMemory:
 
 
 def _check_foreign(obj: Any, array: Array, name: str, where: str) -> None:
-    """Reject arrays with an impossible size or a mask, which a view of their memory would ignore."""
+    """Reject arrays of an impossible size, and masks, which a view of the memory would ignore."""
     if array.nbytes > MAX_BYTES:
         raise too_large_error(array.size, str(array.dtype), name, where)
     masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())
@@ -122,9 +117,8 @@ def _check_foreign(obj: Any, array: Array, name: str, where: str) -> None:
 def _as_array(obj: Any, name: str, where: str) -> Array:
     if isinstance(obj, np.ndarray):
         return obj
-    if isinstance(
-        obj, np.generic
-    ):  # a scalar: NumPy makes a copy, which its owner would never see written
+    # NumPy copies a scalar, so a result written to the copy would be lost.
+    if isinstance(obj, np.generic):
         array = np.asarray(obj)
         array.flags.writeable = False
         return array
@@ -133,20 +127,22 @@ def _as_array(obj: Any, name: str, where: str) -> Array:
     try:
         if hasattr(obj, "__array_interface__"):
             return np.asarray(obj)
-    except Exception as error:  # a property may raise anything
+    except Exception as error:  # ``__array_interface__`` may be a property that raises anything
         raise InvalidUsage(
-            f"{where}: {name} gives no __array_interface__: {type(error).__name__}: {error}"
+            f"{where}: cannot read the __array_interface__ of {name}: "
+            f"{type(error).__name__}: {error}"
         ) from error
     try:
         return np.asarray(memoryview(obj))
     except (TypeError, ValueError, BufferError) as error:
         kind = type(obj).__name__
         raise InvalidUsage(
-            f"{where}: {name} is a {kind}; allowed are NumPy arrays and what has __array_interface__, the buffer protocol or DLPack"
+            f"{where}: {name} is a {kind}; allowed are NumPy arrays and objects with "
+            "__array_interface__, the buffer protocol or DLPack"
         ) from error
 
 
-# ---- DLPack (dlpack.h, version 1): NumPy's importer knows neither bfloat16 nor 8-bit floats
+# ---- DLPack (dlpack.h, version 1): NumPy's importer supports neither bfloat16 nor 8-bit floats
 
 
 class DLTensor(ctypes.Structure):
@@ -169,11 +165,9 @@ class DLTensor(ctypes.Structure):
 _DL_CPU = 1
 _DL_VERSION = (1, 0)
 _DL_READ_ONLY = 1  # bit of DLManagedTensorVersioned.flags
-_DL_FLAGS_AT, _DL_TENSOR_AT = (
-    24,
-    32,
-)  # offsets in DLManagedTensorVersioned: version, context, deleter, flags, tensor
-#: Libraries whose arrays never change, and whose DLPack tensors do not say so.
+#: Offsets in DLManagedTensorVersioned (version, manager_ctx, deleter, flags, dl_tensor).
+_DL_FLAGS_AT, _DL_TENSOR_AT = 24, 32
+#: Libraries whose arrays are immutable although their DLPack tensors are not marked read-only.
 IMMUTABLE = ("jax", "jaxlib")
 
 
@@ -184,7 +178,7 @@ def capsule_of(obj: Any, **options: Any) -> tuple[Any, int, bool]:
     """
     try:
         capsule = obj.__dlpack__(max_version=_DL_VERSION, **options)
-    except TypeError:
+    except TypeError:  # exporters from before DLPack 1.0
         capsule = obj.__dlpack__(**options)
     name = name_of(capsule)
     if name == b"dltensor_versioned":
@@ -199,18 +193,20 @@ def capsule_of(obj: Any, **options: Any) -> tuple[Any, int, bool]:
 
 
 def masked_array_error(name: str, where: str) -> InvalidUsage:
-    return InvalidUsage(f"{where}: {name} has a mask, which operations do not look at")
+    return InvalidUsage(f"{where}: {name} is a masked array; masks are not supported")
 
 
 def too_large_error(count: int, dtype: str, name: str, where: str) -> InvalidUsage:
     return InvalidUsage(
-        f"{where}: {name} is said to have {count} elements of {dtype}; a process addresses {MAX_BYTES} bytes"
+        f"{where}: {name} claims {count} elements of {dtype}; a process can address at most "
+        f"{MAX_BYTES} bytes"
     )
 
 
 def freed_storage_error(name: str, where: str, count: int) -> InvalidUsage:
     return InvalidUsage(
-        f"{where}: {name} has {count} elements, but no memory", hint="has its storage been freed?"
+        f"{where}: {name} has {count} elements, but no memory",
+        hint="its storage may have been freed",
     )
 
 
@@ -218,15 +214,15 @@ def shape_of(tensor: DLTensor, name: str, where: str) -> tuple[int, ...]:
     shape = tuple(tensor.shape[axis] for axis in range(tensor.ndim))
     if tensor.ndim < 0 or min(shape, default=0) < 0:
         raise InvalidUsage(
-            f"{where}: {name} gives no DLPack tensor: {tensor.ndim} axes, shape {list(shape)}"
+            f"{where}: cannot read {name} by DLPack: {tensor.ndim} axes, shape {list(shape)}"
         )
     return shape
 
 
 def lazily_negated_error(name: str, where: str) -> InvalidUsage:
-    """Error for a PyTorch tensor with the lazy negative bit, whose memory has the negated values."""
+    """Error for a PyTorch tensor with the lazy negative bit: its memory has the negated values."""
     return InvalidUsage(
-        f"{where}: {name} is negated lazily (is_neg()): its values are not in its memory",
+        f"{where}: {name} is lazily negated (is_neg()): its memory has other values",
         hint="pass x.resolve_neg()",
     )
 
@@ -234,29 +230,31 @@ def lazily_negated_error(name: str, where: str) -> InvalidUsage:
 def _from_dlpack(obj: Any, name: str, where: str) -> Array:
     """Return a NumPy view of a CPU tensor.
 
-    The capsule is kept alive by the view, not consumed: freeing it drops the reference to the
-    tensor.
+    The view owns the capsule without consuming it: freeing it drops the reference to the tensor.
     """
     try:
         kind = int(obj.__dlpack_device__()[0]) if hasattr(obj, "__dlpack_device__") else _DL_CPU
     except Exception as error:
-        raise InvalidUsage(f"{where}: {name} gives no DLPack device: {error}") from error
+        raise InvalidUsage(f"{where}: cannot read the DLPack device of {name}: {error}") from error
     if kind != _DL_CPU:
         raise InvalidUsage(
-            f"{where}: {name} lies on a device (DLPack type {kind}); this communicator works on CPU memory"
+            f"{where}: {name} is in device memory (DLPack type {kind}); allowed is CPU memory"
         )
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(obj, torch.Tensor) and obj.is_neg():  # DLPack does not tell
+    if (
+        torch is not None and isinstance(obj, torch.Tensor) and obj.is_neg()
+    ):  # DLPack does not show it
         raise lazily_negated_error(name, where)
     try:
         capsule, pointer, read_only = capsule_of(obj)
     except Exception as error:
-        raise InvalidUsage(f"{where}: {name} gives no DLPack tensor: {error}") from error
+        raise InvalidUsage(f"{where}: cannot read {name} by DLPack: {error}") from error
     tensor = DLTensor.from_address(pointer)
     code = DL_TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if code is None:
         raise InvalidUsage(
-            f"{where}: {name} has DLPack type ({tensor.code}, {tensor.bits} bits); allowed are {ALLOWED}"
+            f"{where}: {name} has DLPack type ({tensor.code}, {tensor.bits} bits); "
+            f"allowed are {ALLOWED}"
         )
     shape = shape_of(tensor, name, where)
     dtype = NUMPY_DTYPE[code]
@@ -271,9 +269,8 @@ def _from_dlpack(obj: Any, name: str, where: str) -> Array:
     if not tensor.data or (
         torch is not None and isinstance(obj, torch.Tensor) and not obj.untyped_storage().nbytes()
     ):
-        raise freed_storage_error(
-            name, where, math.prod(shape)
-        )  # of a part of a tensor whose storage was freed its offset is left
+        # A slice of a tensor with freed storage still has its byte offset as address.
+        raise freed_storage_error(name, where, math.prod(shape))
     if math.prod(shape) * dtype.itemsize > MAX_BYTES:
         raise too_large_error(math.prod(shape), code.label, name, where)
     base = _Exporter(start, shape, strides, dtype, capsule, read_only)
@@ -305,7 +302,7 @@ class _Exporter:
 
 # ---- operators, peers, shapes
 
-_SURELY_FINITE = 1e38  # is finite in all types in which elements are added up
+_SURELY_FINITE = 1e38  # finite in every accumulator type
 
 
 def resolve_operator(op: Any, dtype: DType, where: str) -> tuple[RedOp, float]:
@@ -320,7 +317,7 @@ def resolve_operator(op: Any, dtype: DType, where: str) -> tuple[RedOp, float]:
         if not dtype.is_float:
             if not _is_integer(op.scalar, dtype):
                 raise InvalidUsage(
-                    f"{where}: the scalar {op.scalar} of a pre-multiplied sum is no {dtype.label}"
+                    f"{where}: scalar {op.scalar} of PreMulSum is not a value of {dtype.label}"
                 )
             return RedOp.PREMUL_SUM, int(op.scalar)
         scalar = float(op.scalar)
@@ -347,10 +344,8 @@ def _expect_finite(scalar: float, dtype: DType, where: str) -> None:
     with np.errstate(over="ignore"):
         if np.isfinite(wide.type(scalar)):
             return
-    limit = (
-        f"{np.finfo(wide).max:.8g}, the most that {wide} holds, in which {dtype.label} is added up"
-    )
-    raise InvalidUsage(f"{where}: the scalar {scalar:g} of a pre-multiplied sum is beyond {limit}")
+    limit = f"{np.finfo(wide).max:.8g}, the largest {wide}, in which {dtype.label} is accumulated"
+    raise InvalidUsage(f"{where}: scalar {scalar:g} of PreMulSum exceeds {limit}")
 
 
 def data_type(value: Any) -> DType:
@@ -369,7 +364,7 @@ def data_type(value: Any) -> DType:
 def peer_rank(value: Any, name: str, nranks: int, where: str) -> int:
     """Return ``value`` as a rank from 0 to ``nranks`` - 1, or raise ``InvalidUsage``."""
     if type(value) is int and 0 <= value < nranks:
-        return value  # calls on GPU memory are counted in fractions of a microsecond
+        return value  # common case first: GPU calls take fractions of a microsecond
     if (
         isinstance(value, bool)
         or not isinstance(value, int | np.integer)
@@ -383,7 +378,7 @@ def reject_stream(stream: Any, rank: int, name: str | None = None) -> None:
     """Raise if an operation on CPU memory was given a stream."""
     if stream is not None:
         raise InvalidUsage(
-            "a stream is for operations on GPU memory; these arrays lie in CPU memory",
+            "stream is given, but the arrays are in CPU memory; streams are for GPU memory",
             rank=rank,
             op=name,
         )
@@ -406,15 +401,15 @@ def expect_count(memory: HostMemory, count: int, name: str, why: str, where: str
 def counts_of(values: Any, name: str, nranks: int, where: str) -> list[int]:
     """Return the element counts, one per rank, of an uneven operation."""
     try:
-        if isinstance(values, (dict, set, frozenset)):  # which have no order, or one of keys
+        if isinstance(values, (dict, set, frozenset)):  # unordered, or ordered by key
             raise TypeError
         counts = [whole_number(v) for v in values]
     except TypeError as error:
         raise InvalidUsage(
-            f"{where}: {name} is a list of {nranks} element counts, got {values!r}"
+            f"{where}: {name} must be a list of {nranks} element counts, got {values!r}"
         ) from error
     if len(counts) != nranks or min(counts) < 0:
         raise InvalidUsage(
-            f"{where}: {name} needs {nranks} counts of 0 or more, one a rank, got {counts}"
+            f"{where}: {name} must have {nranks} counts of 0 or more, one per rank, got {counts}"
         )
     return counts

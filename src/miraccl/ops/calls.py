@@ -74,16 +74,14 @@ def check_overlap(a: HostMemory, b: HostMemory, allowed: int | None, site: CallS
     """Return True if ``b`` starts ``allowed`` bytes into ``a``, the in-place form of the operation.
 
     Raises:
-        InvalidUsage: The buffers overlap in any other way.
+        InvalidUsage: The buffers overlap otherwise.
     """
     first, second = a.address, b.address
     if a.nbytes == 0 or b.nbytes == 0 or first >= second + b.nbytes or second >= first + a.nbytes:
         return False
     if allowed is not None and second - first == allowed:
         return True
-    raise InvalidUsage(
-        f"{site.op}: input and output overlap, but not as this operation's in-place form does"
-    )
+    raise InvalidUsage(f"{site.op}: input and output overlap in another way than its in-place form")
 
 
 def _output(out: Any, like: HostMemory, shape: tuple[int, ...], site: CallSite) -> HostMemory:
@@ -99,10 +97,12 @@ def _new(shape: tuple[int, ...], dtype: Any, site: CallSite) -> Array:
     try:
         return np.empty(shape, dtype)
     except ValueError as error:
-        raise InvalidUsage(f"{site.op}: there is no array of shape {shape}: {error}") from error
+        raise InvalidUsage(
+            f"{site.op}: cannot allocate a result of shape {shape}: {error}"
+        ) from error
     except MemoryError as error:
         raise SystemFailure(
-            f"{site.op}: no memory for a result of shape {shape}", rank=site.rank
+            f"{site.op}: cannot allocate a result of shape {shape}: out of memory", rank=site.rank
         ) from error
 
 
@@ -123,7 +123,7 @@ def _premultiply(
     return call
 
 
-# ---- results that the library makes, for the quick way; None where only the long way can tell
+# ---- result arrays for the fast path; None if the arguments need the slow path
 
 
 def new_stacked(x: Any, nranks: int) -> Array | None:
@@ -161,13 +161,11 @@ def new_flat(x: Any, counts: Any) -> Array | None:
 
 
 def _uneven_error(memory: HostMemory, site: CallSite, other: str) -> InvalidUsage:
-    text = (
-        f"{site.op}: x has {memory.count} elements, which {site.nranks} ranks cannot share evenly"
-    )
+    text = f"{site.op}: x has {memory.count} elements, not divisible by {site.nranks} ranks"
     return InvalidUsage(text, hint=f"use {other}")
 
 
-# ---- one function a collective: (place, arguments) -> Call
+# ---- one function per collective: (site, arguments) -> PreparedOp
 
 
 def all_reduce(site: CallSite, x: Any, out: Any, op: Any) -> PreparedOp:
@@ -199,7 +197,7 @@ def reduce(site: CallSite, x: Any, root: Any, out: Any, op: Any) -> PreparedOp:
     )
     expect_count(target, source.count, "out", "as many as x", site.op)
     in_place = target is source or check_overlap(source, target, 0, site)
-    arg = root << 3 | kind  # as the door's
+    arg = root << 3 | kind  # as the fast path encodes it
     call = _prepared(
         Collective.REDUCE,
         source,
@@ -212,7 +210,7 @@ def reduce(site: CallSite, x: Any, root: Any, out: Any, op: Any) -> PreparedOp:
         plan_arg=arg,
     )
     if site.rank != root:
-        call.result = x  # and a schedule has no output there
+        call.result = x  # a schedule has no output on the other ranks
     return _premultiply(call, source, kind, scalar, in_place and site.rank == root)
 
 
@@ -328,8 +326,11 @@ def all_to_all_v(
     sends = counts_of(send_counts, "send_counts", site.nranks, site.op)
     receives = counts_of(recv_counts, "recv_counts", site.nranks, site.op)
     if sends[site.rank] != receives[site.rank]:
-        mine = f"send_counts[{site.rank}] is {sends[site.rank]}, recv_counts[{site.rank}] is {receives[site.rank]}"
-        raise InvalidUsage(f"{site.op}: a rank sends itself what it receives: {mine}")
+        mine = (
+            f"send_counts[{site.rank}] is {sends[site.rank]}, "
+            f"recv_counts[{site.rank}] is {receives[site.rank]}"
+        )
+        raise InvalidUsage(f"{site.op}: counts of a rank to itself differ: {mine}")
     source = view(x, "x", writes=False, where=site.op)
     expect_count(source, sum(sends), "x", "the sum of send_counts", site.op)
     target = _output(out, source, (sum(receives),), site)
@@ -391,7 +392,7 @@ def scatter(site: CallSite, x: Any, root: Any, out: Any, counts: Any = None) -> 
     else:
         if out is None:
             raise InvalidUsage(
-                f"{site.op}: a rank that is not the root gives out, the array for its share"
+                f"{site.op}: non-root ranks must pass out, the array for their share"
             )
         target = view(out, "out", writes=True, where=site.op)
         sizes = (
@@ -444,7 +445,7 @@ def _prepared(
             knows only its own.
     """
     largest = max([*in_counts, *out_counts] if agreed is None else agreed, default=0)
-    # all ranks must choose alike: without counts that all know, every size is planned as if it were the same
+    # All ranks must choose alike: if each knows only its own counts, one plan serves every size.
     nbytes = UNKNOWN_BYTES if agreed == [] else largest * source.dtype.itemsize
     request = PlanRequest(
         collective=collective,

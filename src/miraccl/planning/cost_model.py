@@ -64,7 +64,7 @@ class CpuConstants:
         """
         values: Any = json.loads(text)
         if not isinstance(values, dict) or set(values) != {f.name for f in fields(cls)}:
-            raise ValueError("these are not the constants of this version")
+            raise ValueError("cannot read the constants: they are of another version")
         arguments: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
         }
@@ -101,8 +101,9 @@ class CommunicatorShape:
         return b is not None and bool(self.hosts) and self.hosts[a] != self.hosts[b]
 
 
-#: op -> (slot passes, user passes): how often the step's bytes go through FIFO slots, which stay in the caches, and through the
-#: user's buffers, which need not. What a step has just written or the step before has read counts as in the cache.
+#: op -> (slot passes, user passes): number of times the bytes of a step pass through FIFO slots,
+#: which stay in the caches, and through user buffers, which may not. Data that the step has written
+#: or the previous step has read counts as cached.
 _PASSES: dict[Op, tuple[int, int]] = {
     Op.SEND: (1, 1),
     Op.RECV: (1, 1),
@@ -117,7 +118,7 @@ _PASSES: dict[Op, tuple[int, int]] = {
     Op.GET: (0, 2),
     Op.REDUCE_FROM_PEERS: (1, 2),
 }
-_SAMPLE_STEPS = 4096  # steps of a schedule from which on one rank stands for all
+_SAMPLE_STEPS = 4096  # steps per rank from which rank 0 represents all ranks
 
 
 def predict_us(
@@ -154,6 +155,8 @@ def _latency_us(
     """Return the time of the messages in sequence."""
     if shape.hosts and len(set(shape.hosts)) > 1:
         return latency_steps * constants.network_latency_us
+    # Rounds are pipelined if every rank has a core. If ranks share cores, a waiting rank yields to
+    # another one every few messages.
     if shape.ranks_per_core > 1:
         return latency_steps * constants.switch_us * (1 + rounds / 4)
     return latency_steps * constants.latency_us

@@ -29,7 +29,7 @@ _ALGORITHMS = {
 }
 _PROTOCOLS = {Protocol.SIMPLE: "simple", Protocol.LL: "ll", Protocol.LL128: "ll128"}
 _CPU_PROTOCOLS = ("simple", "ll")
-#: algorithm -> what it is on GPUs, by collective; NCCL has rings of broadcast and reduce, too, which are chains here
+#: algorithm -> GPU algorithm by collective. NCCL's rings of broadcast and reduce are chains here.
 _GPU_ALGORITHMS = {
     name: dict.fromkeys(Collective, name) for name in ("one_shot", "two_shot", "chain")
 } | {
@@ -97,7 +97,7 @@ def cpu_protocol(protocols: Mapping[Collective, str]) -> str:
         return hinted.pop()
     if any(hinted):
         _log.info(
-            "NCCL_PROTO is left aside on CPU ranks: they have %s, for all collectives alike",
+            "NCCL_PROTO is ignored on CPU ranks: they have %s, one for all collectives",
             " and ".join(_CPU_PROTOCOLS),
         )
     return ""
@@ -116,7 +116,7 @@ def gpu_algorithms(algorithms: Mapping[Collective, str]) -> dict[Collective, str
     ]
     if ignored:
         _log.info(
-            "NCCL_ALGO is left aside on GPU memory, which has no kernel of %s: the model chooses",
+            "NCCL_ALGO is ignored on GPU memory, which has no kernel of %s: the model chooses",
             ", ".join(ignored),
         )
     return result
@@ -128,7 +128,7 @@ def _translate(
     try:
         parsed = parse_constraints(text, labels, variable)
     except InvalidUsage as error:
-        _log.info("left aside: %s", error)
+        _log.info("ignored: %s", error)
         return {}
     result: dict[Collective, str] = {}
     for collective, wishes in parsed.items():
@@ -137,7 +137,7 @@ def _translate(
             result[collective] = left[0]
         elif Constraint.UNCONSTRAINED not in wishes.values():
             _log.info(
-                "%s=%s leaves %s of ours for %s: the model chooses",
+                "%s=%s allows %s of the algorithms for %s: the model chooses",
                 variable,
                 text,
                 ", ".join(left) or "none",

@@ -27,25 +27,25 @@ from miraccl.schedule.ir import Buffer, Schedule
 from miraccl.schedule.layout import in_place_forms
 from miraccl.types import Collective, DType, RedOp
 
-WINDOW_ONLY = 1 << 62  # a "direct" threshold that private memory never reaches
-WINDOW_FROM = (
-    32 << 10
-)  # bytes of a block from which window memory is posted by address instead of copied into a slot
-#: Collectives that only move data and keep all ranks busy: where peers read private memory, a block is one message of at most
-#: ``WHOLE_BYTES`` (a system call for each slot costs what the single copy gains). In which forms, out of place (False) and in place, ranks
-#: may come together.
+WINDOW_ONLY = 1 << 62  # a direct threshold that private memory never reaches
+#: Block size in bytes from which window memory is posted by address instead of copied into a slot.
+WINDOW_FROM = 32 << 10
+#: Collectives that only move data and keep all ranks busy, with the forms (in place or not) that
+#: ranks may combine. If peers read private memory, a block is one message of at most
+#: ``WHOLE_BLOCK_BYTES``: a system call per slot would cost as much as the single copy gains.
 EXCHANGES = {Collective.ALL_GATHER: (False, True), Collective.ALL_TO_ALL: (False,)}
 WHOLE_BLOCK_BYTES = 8 << 20
-NEGOTIATE_FROM = (
-    96 << 10
-)  # bytes of a block from which ranks first tell each other whether all of them passed window memory
-STREAM_FACTOR = 1.75  # a collective reads part of what it moves from caches: it streams from this many times the cache share on
-TIE_FACTOR = 1.05  # what is predicted within 5 % is taken for equal, and these names decide, below and from LARGE bytes of a block on
+#: Block size in bytes from which ranks first exchange whether all of them passed window memory.
+NEGOTIATE_FROM = 96 << 10
+#: Non-temporal stores start at this multiple of the cache share: caches serve part of the reads.
+STREAM_FACTOR = 1.75
+#: Predictions within 5 % count as equal; the order of names below decides, by block size.
+TIE_FACTOR = 1.05
 LARGE_BLOCK = 128 << 10
 PREFERENCE = ("one_shot", "two_shot", "ring", "chain", "pairwise", "recursive_doubling")
-PREFERENCE_LARGE = ("ring", *PREFERENCE)  # of all_reduce: half of its result goes past the caches
+PREFERENCE_LARGE = ("ring", *PREFERENCE)  # all_reduce: half of its result bypasses the caches
 WINDOW_ALGORITHM = "two_shot_put"
-#: the buffers that all ranks cut alike into uneven blocks, so that each knows where those of its peers lie
+#: Buffers that all ranks divide alike into uneven blocks, so that each knows its peers' offsets.
 KNOWN_LAYOUT = {Collective.ALL_GATHER: Buffer.OUTPUT, Collective.REDUCE_SCATTER: Buffer.INPUT}
 
 
@@ -110,7 +110,7 @@ def check_protocol(proto: str) -> None:
     """Raise ``InvalidUsage`` for a protocol that CPU ranks do not support; empty is allowed."""
     if proto and proto.lower() not in ("simple", "ll"):
         raise InvalidUsage(
-            f"protocol {proto!r} does not exist on CPU ranks; allowed are simple and ll"
+            f"protocol {proto!r} is not supported on CPU ranks; allowed are simple and ll"
         )
 
 
@@ -143,11 +143,10 @@ class Planner:
         self.stream_from = stream_from
         self._programs: dict[tuple[str, Collective, int, bool], Program] = {}
         self._choices: dict[tuple[object, ...], tuple[str, list[Algorithm]]] = {}
-        self._plans: dict[
-            int, Candidate | tuple[str, PlanRequest]
-        ] = {}  # by the address of a run, in full once somebody has asked
+        #: By address of a run; a ``Candidate`` once it has been queried.
+        self._plans: dict[int, Candidate | tuple[str, PlanRequest]] = {}
         if overrides.algo:
-            catalog.get(overrides.algo)  # an unknown name is refused now
+            catalog.get(overrides.algo)  # raises for an unknown name
 
     def candidates(
         self,
@@ -174,7 +173,7 @@ class Planner:
         for row in sorted(rows, key=lambda row: (row.name != chosen, bool(row.excluded), row.time)):
             if row.name == chosen:
                 reason = (
-                    "asked for"
+                    "requested"
                     if row.name == requested
                     else _choice_reason(row.time, fastest, len(allowed), block_bytes)
                 )
@@ -183,7 +182,7 @@ class Planner:
                     row.excluded or f"{row.time / best:.2f} times the predicted time of {chosen}"
                 )
                 if not row.excluded and row.time <= TIE_FACTOR * fastest:
-                    reason += f", which is taken among equals (within {TIE_FACTOR - 1:.0%})"
+                    reason += f", which is preferred among equals (within {TIE_FACTOR - 1:.0%})"
             proto = self._protocol(block_bytes)
             result.append(
                 Candidate(
@@ -225,7 +224,7 @@ class Planner:
         if algorithm.name != requested and (
             defect := find_defect(algorithm, collective, self.shape.nranks, root, self.slot_bytes)
         ):
-            return _Row(math.inf, algorithm.name, f"left out: {defect}")
+            return _Row(math.inf, algorithm.name, f"excluded: {defect}")
         time = self._predict(algorithm, collective, block_bytes, dtype, root)
         return _Row(
             time,
@@ -249,12 +248,15 @@ class Planner:
             allowed = [row for row in rows if not row.excluded]
             if not allowed:
                 raise InvalidUsage(
-                    f"no algorithm is left for {collective.label} over {self.shape.nranks} ranks: {_exclusions(rows)}"
+                    f"cannot choose an algorithm for {collective.label} over "
+                    f"{self.shape.nranks} ranks: "
+                    f"{_exclusions(rows)}"
                 )
             fastest = min(row.time for row in allowed)
             equals = [row for row in allowed if row.time <= TIE_FACTOR * fastest]
             best = min(equals, key=lambda row: (_preference(row.name, collective, least), row.time))
-            self._choices[key] = best.name, algorithms  # which stay, and with them their ids
+            # The key has their ids, so the algorithms must stay alive.
+            self._choices[key] = best.name, algorithms
         return self._choices[key][0]
 
     def _protocol(self, block_bytes: int) -> str:
@@ -312,30 +314,28 @@ class Planner:
             requested: The result of ``_requested``.
         """
         if uneven and collective not in algorithm.uneven:
-            return "does not take uneven blocks"
+            return "does not support uneven blocks"
         if uneven:
             schedule = self._schedule(algorithm.name, collective, root, in_place=False)
             if schedule.scratch_chunks:
-                return "keeps blocks in scratch memory, which is not known to be large enough for uneven ones"
+                return "needs scratch memory, whose size is unknown for uneven blocks"
             if schedule.addressed - {KNOWN_LAYOUT.get(collective)}:
-                return (
-                    "addresses blocks of peers, who alone know where these lie if they are uneven"
-                )
+                return "addresses blocks of peers, whose offsets are unknown if they are uneven"
             if schedule.ops & SYNCS and collective not in KNOWN_LAYOUT:
-                return "has signals, and ranks that do not know each other's blocks go through different numbers of rounds"
+                return "has signals, but rounds differ between ranks if blocks are uneven"
         if algorithm.needs_addressable_memory and collective is not Collective.BARRIER:
             if not self.addressable:
-                return "needs memory that peers can address, which not all ranks have here"
+                return "needs memory that peers can address, which some ranks do not have"
             if algorithm.name != requested:
                 return (
-                    "taken when all ranks pass window memory (comm.empty)"
+                    "used when all ranks pass window memory (comm.empty)"
                     if self._is_window_candidate(algorithm, collective, requested)
-                    else ("needs memory that peers can address; choose it by name")
+                    else ("needs memory that peers can address; request it by name")
                 )
         if self.overrides.deterministic and collective.reduces and not algorithm.rank_ordered:
-            return "does not add in the order of the ranks (deterministic)"
+            return "does not reduce in rank order (deterministic)"
         if requested and algorithm.name != requested:
-            return f"{requested} was asked for"
+            return f"{requested} was requested"
         if (
             collective.reduces
             and dtype.accumulates_in_float32
@@ -373,7 +373,7 @@ class Planner:
     def program(
         self, algo: str, collective: Collective, root: int, in_place: bool, opened: bool = False
     ) -> Program:
-        schedule = self._schedule(algo, collective, root, in_place)  # proved in this form
+        schedule = self._schedule(algo, collective, root, in_place)  # verified in this form
         key = (algo, collective, root, opened)
         if key not in self._programs:
             self._programs[key] = lower(schedule, self.rank, signalled=opened)
@@ -499,7 +499,7 @@ class Planner:
             return replace(candidates[0], algo=algo, reason="all ranks passed window memory")
         found = next((way for way in candidates if way.algo == algo), None)
         return found or replace(
-            candidates[0], algo=algo, reason="was chosen while it was registered"
+            candidates[0], algo=algo, reason="chosen before it was unregistered"
         )
 
 
@@ -535,9 +535,9 @@ class _Row(NamedTuple):
 
 def _choice_reason(time: float, fastest: float, allowed: int, block_bytes: int) -> str:
     if allowed == 1:
-        return "the only one"
+        return "the only one allowed"
     if time > TIE_FACTOR * fastest:
-        return f"best for blocks of {size_class(block_bytes)} bytes, the least of a class of sizes that are planned alike"
+        return f"best for blocks of {size_class(block_bytes)} bytes, the smallest of its size class"
     return (
         "lowest predicted time"
         if time == fastest

@@ -13,7 +13,7 @@ from miraccl.native import cache
 from miraccl.planning.cost_model import CpuConstants
 
 CACHE_FILE = "cpu-constants-3.json"
-MEASURING_VARIABLE = "MIRACCL_MEASURING"  # set in the processes that measure
+MEASURING_VARIABLE = "MIRACCL_MEASURING"  # set in the measuring processes
 LIMIT_S = 30.0
 
 
@@ -48,9 +48,8 @@ def prepare() -> CpuConstants:
 
 
 def _measure() -> CpuConstants:
-    native.library(
-        ENGINE
-    )  # on a machine's first use its compilation may take longer than what measures has
+    # Compiled here: on the first use of a machine that may take longer than the limit of the child.
+    native.library(ENGINE)
     sys.stderr.write("miraccl: measuring this machine (once, about 2 s) ...\n")
     environ = {
         name: value
@@ -67,7 +66,5 @@ def _measure() -> CpuConstants:
         )
         return CpuConstants.from_json(done.stdout.strip().splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        trace.logger("tuning").warning(
-            "this machine could not be measured, defaults are used: %s", error
-        )
+        trace.logger("tuning").warning("cannot measure this machine, using defaults: %s", error)
         return CpuConstants()

@@ -62,8 +62,8 @@ class TransferTable:
         self._open: list[TransferEntry] = []
         self._self_transfers: list[TransferEntry] = []
         self._lock = threading.Lock()
-        self._caller_lock = threading.Lock()  # of the program's thread that is inside
-        self._engine_lock = threading.Lock()  # that one's, or that of ``advance_alone``
+        self._caller_lock = threading.Lock()  # held by the application thread in ``advance``
+        self._engine_lock = threading.Lock()  # held while the engine runs
 
     @property
     def in_flight(self) -> list[TransferEntry]:
@@ -139,7 +139,7 @@ class TransferTable:
         text = f"rank {self._rank} sends itself {sends} messages and receives {receives} of them"
         return InvalidUsage(
             text,
-            hint="a rank that sends to itself needs the receive in the same group, or before it",
+            hint="post the receive in the same group, or before the send",
         )
 
     def check_can_complete(self, entries: Sequence[TransferEntry]) -> None:
@@ -161,7 +161,8 @@ class TransferTable:
             a, b = send.transfer.memory, receive.transfer.memory
             if a.dtype is not b.dtype or a.count != b.count:
                 raise InvalidUsage(
-                    f"a rank sends itself {a.count} x {a.dtype.label} and receives {b.count} x {b.dtype.label}"
+                    f"a rank sends itself {a.count} x {a.dtype.label} and receives "
+                    f"{b.count} x {b.dtype.label}"
                 )
         return pairs
 

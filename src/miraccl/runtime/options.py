@@ -37,13 +37,9 @@ class Options:
     deterministic: bool
     buffsize: int
     single_copy: str = ""
-    cta_policy: str = (
-        ""  # of kernels on GPUs (``params.CTA_POLICIES``), where the environment has none
-    )
-    algo_hints: tuple[tuple[Collective, str], ...] = ()  # algorithms that NCCL_ALGO wishes
-    proto_hints: tuple[
-        tuple[Collective, str], ...
-    ] = ()  # what NCCL_PROTO wishes; where CPU ranks can follow, it is in ``proto``
+    cta_policy: str = ""
+    algo_hints: tuple[tuple[Collective, str], ...] = ()
+    proto_hints: tuple[tuple[Collective, str], ...] = ()
 
     @classmethod
     def create(
@@ -58,27 +54,28 @@ class Options:
         **unknown: Any,
     ) -> Options:
         for name in unknown:
-            raise InvalidUsage(f"there is no option {name!r}; there are {', '.join(_NAMES)}")
+            raise InvalidUsage(f"unknown option {name!r}; known are {', '.join(_NAMES)}")
         if timeout is not None and (
             isinstance(timeout, bool)
             or not isinstance(timeout, int | float)
             or not 0 < timeout < math.inf
         ):
             raise InvalidUsage(
-                f"timeout is {timeout!r}; it is a finite number of seconds greater than 0"
+                f"timeout is {timeout!r}; it must be a finite number of seconds greater than 0"
             )
         for name, text in (("algo", algo), ("proto", proto)):
             if text is not None and not isinstance(text, str):
                 raise InvalidUsage(
-                    f"{name} is {text!r}; it is a name, such as {'ring' if name == 'algo' else 'simple'}"
+                    f"{name} is {text!r}; it must be a name, such as "
+                    f"{'ring' if name == 'algo' else 'simple'}"
                 )
         if deterministic is not None and not isinstance(deterministic, bool | np.bool_):
-            raise InvalidUsage(f"deterministic is {deterministic!r}; it is True or False")
+            raise InvalidUsage(f"deterministic is {deterministic!r}; it must be True or False")
         if buffsize is not None and (
             isinstance(buffsize, bool) or not isinstance(buffsize, int) or buffsize < 0
         ):
             raise InvalidUsage(
-                f"buffsize is {buffsize!r}; it is a number of bytes, 0 leaves the choice to us"
+                f"buffsize is {buffsize!r}; it must be a number of bytes, or 0 for the default"
             )
         if cta_policy is not None and cta_policy not in params.CTA_POLICIES:
             raise InvalidUsage(
@@ -91,7 +88,8 @@ class Options:
         if protocol not in ("", *params.PROTOCOLS):
             source = "MIRACCL_PROTO: " if proto is None else ""
             raise InvalidUsage(
-                f"{source}protocol {protocol!r} does not exist; allowed are simple, ll and, on GPU memory, ll128"
+                f"{source}unknown protocol {protocol!r}; allowed are simple, ll and, on GPU "
+                "memory, ll128"
             )
         return cls(
             timeout=params.TIMEOUT.read()
@@ -110,7 +108,7 @@ class Options:
         )
 
 
-#: of options that a program may give
+#: Names of the options that a caller may pass.
 _NAMES = tuple(
     p.name
     for p in inspect.signature(Options.create).parameters.values()

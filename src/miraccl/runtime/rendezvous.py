@@ -19,7 +19,7 @@ def start_deadline(timeout: float | None = None) -> Deadline:
         timeout: Seconds for ranks to find each other and to connect; None:
             MIRACCL_BOOTSTRAP_TIMEOUT.
     """
-    with contextlib.suppress(MiracclError, OSError):  # told once the others can hear of it
+    with contextlib.suppress(MiracclError, OSError):  # raised later, when it can be reported
         prepare()
     return Deadline.after(params.BOOTSTRAP_TIMEOUT.read() if timeout is None else timeout)
 
@@ -41,7 +41,7 @@ def join_by_id(
 
 def check_rank(nranks: int, rank: int) -> None:
     if isinstance(nranks, bool) or not isinstance(nranks, int) or nranks < 1:
-        raise InvalidUsage(f"nranks is {nranks!r}; it is 1 or more")
+        raise InvalidUsage(f"nranks is {nranks!r}; it must be 1 or more")
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < nranks:
         raise InvalidUsage(f"rank is {rank!r}; allowed are 0 to {nranks - 1}")
 
@@ -54,5 +54,6 @@ def _as_unique_id(given: UniqueId | bytes | str) -> UniqueId:
     if isinstance(given, bytes | bytearray):
         return UniqueId.from_bytes(bytes(given))
     raise InvalidUsage(
-        f"unique_id is a {type(given).__name__}; allowed are what get_unique_id() returns, its bytes and its text"
+        f"unique_id is a {type(given).__name__}; allowed are the result of get_unique_id(), "
+        "its bytes and its text"
     )

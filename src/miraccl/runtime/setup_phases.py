@@ -23,7 +23,7 @@ from miraccl.errors import (
     ProtocolError,
 )
 
-HINT = "all its stages share one deadline"
+HINT = "all of its phases share one deadline"
 
 
 class SetupPhases:
@@ -45,7 +45,7 @@ class SetupPhases:
         self._children: list[SetupPhases] = []
 
     def child(self, session: Session, activity: str = "") -> SetupPhases:
-        """Return phases of some of the ranks with the same deadline; cancelled together with these."""
+        """Return phases of some of the ranks with the same deadline, cancelled with these."""
         part = SetupPhases(session, self.deadline, activity)
         self._children.append(part)
         if self._error is not None:
@@ -62,7 +62,7 @@ class SetupPhases:
         try:
             return [json.loads(blob) for blob in blobs]
         except ValueError as error:
-            raise ProtocolError(f"a rank's record for {name!r} is malformed") from error
+            raise ProtocolError(f"a rank sent a malformed record in phase {name!r}") from error
 
     def gather(self, name: str, data: bytes = b"") -> list[bytes]:
         """Run the phase ``name`` and return the ``data`` of all ranks in rank order.
@@ -131,11 +131,11 @@ class SetupPhases:
 
     def give_up(self, error: BaseException) -> None:
         """Close this rank's session because of ``error``; the other ranks are notified at once."""
-        self.session.close(f"gave {self.activity} up: {error}"[:500])
+        self.session.close(f"gave up {self.activity}: {error}"[:500])
 
 
 class PendingSetup:
-    """Setup of communicators created from another one; cancelled when one of their ranks leaves it."""
+    """Setup of communicators created from another one, cancelled when a rank leaves that."""
 
     def __init__(self) -> None:
         self._open: dict[SetupPhases, tuple[int, ...]] = {}

@@ -1,4 +1,4 @@
-"""Log lines of MIRACCL_DEBUG=info for a new communicator or GPU side, one per rank (NCCL's INIT)."""
+"""Log lines of MIRACCL_DEBUG=info for a new communicator or GPU side (NCCL's INIT lines)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def describe_gpu(
         or "alone"
     )
     neighbours = " ".join(map(str, order))
-    return f"rank {rank} on GPU {ordinal}: {reached}; ring {neighbours} ({reason}); kernels take up to {multiprocessors} multiprocessors"
+    return (
+        f"rank {rank} on GPU {ordinal}: {reached}; ring {neighbours} ({reason}); "
+        f"kernels take up to {multiprocessors} multiprocessors"
+    )
 
 
 def _list(ranks: Sequence[int]) -> str:

@@ -41,11 +41,8 @@ class CoreWaitState:
     def __init__(self, core: CommunicatorCore) -> None:
         self._core = core
         self.key = core.session.key
-        #: the deadline of operations that were not given one
         self.default_timeout_s = core.options.timeout
-        #: sends and receives that go on by themselves or in later calls: (peer, whether it receives); peer -1: any
         self.open_transfers: Callable[[], list[tuple[int, bool]]] = self._open_transfers
-        #: whether operations that were called already may be to come
         self.runs_in_background: Callable[[], bool] = self._has_background_work
 
     @property
@@ -75,22 +72,21 @@ class CoreWaitState:
 
     def wait_inside(self) -> Wait | None:
         """Return the wait of the thread that is inside the engine, or None."""
-        member, context = self._core, self._core.context
-        if member.closed or member.faults.fault is not None or self.has_shorter_deadline:
+        core, context = self._core, self._core.context
+        if core.closed or core.faults.fault is not None or self.has_shorter_deadline:
             return None
-        received = [
-            context.messages_received(rank) for rank in range(member.nranks)
-        ]  # before the rest, as it only grows
-        board = member.fabric.board()
+        # Read first: the counts only grow, so a wait computed from old counts is never too late.
+        received = [context.messages_received(rank) for rank in range(core.nranks)]
+        board = core.fabric.board()
         taken = context.get(layout.CTX_AWAITED_TAIL)
         if (
             board["state"] != layout.STATE_WAITING
             or taken < 0
-            or board != member.fabric.board()
+            or board != core.fabric.board()
             or board["peer"] == layout.ANY_PEER
         ):
             return None
-        peer, op = board["peer"], f"{describe_operation(board)} of {member.session.name}"
+        peer, op = board["peer"], f"{describe_operation(board)} of {core.session.name}"
         if board["p2p_sig"]:
             return self.wait_for_message(peer, received[peer], taken, op)
         return WaitForOperation(
@@ -123,13 +119,13 @@ class CoreWaitState:
 
     def wait_for_control_op(self) -> Wait | None:
         """Return the wait in the control operation that this rank is in, or None."""
-        member, now = self._core, self._core.faults.control.current
-        if not now or now["op"] == FINALIZE or member.faults.fault is not None:
+        core, now = self._core, self._core.faults.control.current
+        if not now or now["op"] == FINALIZE or core.faults.fault is not None:
             return None
-        others = [rank for rank in range(member.nranks) if rank != member.rank]
+        others = [rank for rank in range(core.nranks) if rank != core.rank]
         return WaitForControlOp(
             number=now["number"],
-            **self._common_fields(others, f"{now['op']} of {member.session.name}"),
+            **self._common_fields(others, f"{now['op']} of {core.session.name}"),
         )
 
     def _common_fields(self, ranks: Sequence[int], op: str) -> dict[str, Any]:
@@ -144,17 +140,16 @@ class CoreWaitState:
         }
 
     def progress(self) -> RankProgress:
-        member, aside = (
-            self._core,
-            self.runs_in_background(),
-        )  # first: what ends meanwhile is in the counts
-        transfers = [*self.open_transfers(), *member.context.pending_sendrecv()]
+        core = self._core
+        # Read first: an operation that ends afterwards is included in the counts below.
+        background = self.runs_in_background()
+        transfers = [*self.open_transfers(), *core.context.pending_sendrecv()]
         return RankProgress(
-            operations=member.context.get(layout.CTX_SEQ),
-            control_ops=member.faults.control.last_started,
-            sent=member.context.messages_sent(),
-            received=[member.context.messages_received(rank) for rank in range(member.nranks)],
-            background=aside,
+            operations=core.context.get(layout.CTX_SEQ),
+            control_ops=core.faults.control.last_started,
+            sent=core.context.messages_sent(),
+            received=[core.context.messages_received(rank) for rank in range(core.nranks)],
+            background=background,
             sends=[peer for peer, receives in transfers if not receives],
             receives=[peer for peer, receives in transfers if receives],
         )

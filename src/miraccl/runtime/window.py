@@ -31,9 +31,8 @@ class WindowAllocator:
 
     def __init__(self, segment: ShmSegment) -> None:
         self.segment = segment
-        self._free: list[tuple[int, int]] = [
-            (0, segment.nbytes // PAGE * PAGE)
-        ]  # (offset, bytes), sorted, never adjacent
+        #: (offset, bytes) of free blocks: sorted, never adjacent
+        self._free: list[tuple[int, int]] = [(0, segment.nbytes // PAGE * PAGE)]
         self._returned: collections.deque[tuple[int, int]] = collections.deque()
         self._lock = threading.Lock()
         self.allocated = 0
@@ -77,12 +76,15 @@ class WindowAllocator:
                     self.allocated += size
                     return offset
         raise SystemFailure(
-            f"window memory has no room for {size} bytes; {self.allocated} of {self.segment.nbytes} are in use"
+            f"cannot allocate {size} bytes of window memory: {self.allocated} of "
+            f"{self.segment.nbytes} bytes are in use"
         )
 
     def _release(self, offset: int, size: int) -> None:
         """Free a block; called by the garbage collector, at any point."""
-        with contextlib.suppress(OSError):  # the memory goes with the segment, at the latest
+        # It may run inside ``_allocate`` of the same thread, so it must not wait for the lock: the
+        # holder merges the block.
+        with contextlib.suppress(OSError):  # the segment frees it at the latest
             self.segment.file.remove(offset, size)
         self._returned.append((offset, size))
         if self._lock.acquire(blocking=False):
@@ -119,12 +121,10 @@ def element_type(dtype: Any) -> Any:
             else np.dtype(label)
         )
     except (TypeError, ValueError, SyntaxError) as error:
-        raise InvalidUsage(
-            f"empty: there is no window memory of dtype {dtype!r}: {error}"
-        ) from None
+        raise InvalidUsage(f"empty: dtype {dtype!r} is not supported: {error}") from None
     if kind.hasobject or not kind.itemsize:
         raise InvalidUsage(
-            f"empty: there is no window memory of dtype {dtype!r}: its elements do not lie in the array"
+            f"empty: dtype {dtype!r} is not supported: its elements are not stored in the array"
         )
     return kind
 
@@ -145,6 +145,6 @@ def dimensions(shape: Any) -> tuple[int, ...]:
         dims = (-1,)
     if any(n < 0 for n in dims):
         raise InvalidUsage(
-            f"empty: there is no window memory of shape {shape!r}; a shape is a number or a tuple of numbers from 0 on"
+            f"empty: shape is {shape!r}; it must be a whole number or a tuple of them, from 0 on"
         )
     return dims
