@@ -139,13 +139,9 @@ def two_shot_put() -> None:
         me.synchronize()
         same(mine, n * me.data(me.rank, COUNT))
         small = me.put(np.ones(10))
-        with pytest.raises(
-            InvalidUsage, match="ranks address each other's input, and this one is in no window"
-        ):
+        with pytest.raises(InvalidUsage, match="peers access the input, which is in no window"):
             comm.all_reduce(small, stream=0)
-        with pytest.raises(
-            InvalidUsage, match="ranks address each other's output, and this one is in no window"
-        ):
+        with pytest.raises(InvalidUsage, match="peers access the output, which is in no window"):
             comm.all_reduce(me.part(first, 0, np.ones(10)), me.zeros(10), stream=0)
         comm.broadcast(small, stream=0)  # which that algorithm does not know
         me.synchronize()

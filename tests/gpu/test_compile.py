@@ -222,9 +222,9 @@ def test_every_file_and_family_is_among_those_of_all_architectures() -> None:
 @pytest.mark.parametrize(
     ("arch", "words"),
     [
-        (61, "of sm_70 or newer, this one is sm_61"),
-        (70, "sm_75 to sm_121, not for sm_70.*cuda12"),
-        (130, "not for sm_130.*--upgrade"),
+        (61, "sm_61: they need sm_70 or newer"),
+        (70, "for sm_70: NVRTC 13.2 supports sm_75 to sm_121.*cuda12"),
+        (130, "for sm_130: .*--upgrade"),
     ],
 )
 def test_what_to_install_for_other_gpus(
@@ -238,13 +238,13 @@ def test_what_to_install_for_other_gpus(
 
 
 def test_only_shots_have_a_kernel_of_one_piece() -> None:
-    with pytest.raises(ValueError, match="no kernel of one piece for mode 'ring'"):
+    with pytest.raises(ValueError, match="no single-tile kernel for mode 'ring'"):
         packets("ring", DType.BFLOAT16, Framing.WORD, single=True)
 
 
 def test_only_two_shot_has_a_kernel_in_parts() -> None:
     with pytest.raises(
-        ValueError, match="only two_shot on packets, of several pieces, has a kernel in parts"
+        ValueError, match="only two_shot of several tiles has a double-buffered kernel"
     ):
         replace(packets("all_reduce", DType.BFLOAT16, Framing.WORD), double_buffered=True)
 

@@ -87,7 +87,7 @@ def test_memory_that_no_gpu_has() -> None:
 
 
 @pytest.mark.parametrize(
-    ("compiler", "hint"), [(13, "CUDA 12: a newer one, or .*cuda12"), (12, "")]
+    ("compiler", "hint"), [(13, "CUDA 12: install a newer driver, or .*cuda12"), (12, "")]
 )
 def test_machine_code_that_the_driver_refuses(
     compiler: int, hint: str, monkeypatch: pytest.MonkeyPatch

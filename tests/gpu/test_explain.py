@@ -57,7 +57,7 @@ def test_sentences() -> None:
         explained(Collective.ALL_REDUCE, 32 << 10),
         explained(Collective.ALL_REDUCE, 33 << 10),
     )
-    assert small[0].reason.startswith("blocks of up to 128 KiB on 4 GPUs; ll128: every word")
+    assert small[0].reason.startswith("blocks of up to 128 KiB on 4 GPUs; ll128: words of")
     assert [(c.algo, c.reason) for c in large[1:]] == [
         ("one_shot", "two_shot is taken for blocks of more than 128 KiB on 4 GPUs"),
         ("ring", "from 64 MiB on: sums are rounded at every hop"),
@@ -86,12 +86,10 @@ def test_sentences() -> None:
     assert asked[1].reason == "chain was asked for (NCCL_ALGO)"
     tree = explained(Collective.ALL_REDUCE, 100, algo="double_binary_tree")
     assert (tree[0].proto, tree[0].frame, tree[0].order) == ("ll128", "word", (3, 2, 1, 0))
-    assert (
-        tree[0].reason == "asked for; ll128: every word of floats that are added up is its own flag"
-    )
+    assert tree[0].reason == "asked for; ll128: words of float sums are their own flags"
     other = explained(Collective.ALL_GATHER, 100, algo="ring")
     assert (other[0].proto, other[0].frame) == ("simple", "")
-    assert other[0].reason == "asked for; simple: packets of ring have no kernel, or no room"
+    assert other[0].reason == "asked for; simple: ring has no packet kernel for this size"
 
 
 def test_without_kernels() -> None:

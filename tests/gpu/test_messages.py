@@ -763,7 +763,7 @@ def test_both_sides_use_the_same_lanes() -> None:
 def test_messages_to_oneself_pair_up() -> None:
     lowered = lower_messages([message(0, 5), message(0, 5, receives=True)], comm_args(2), rules(2))
     assert len(lowered.positions) == 2
-    with pytest.raises(InvalidUsage, match="sends itself 1 messages and receives 0"):
+    with pytest.raises(InvalidUsage, match="to itself: 1 sends and 0 receives"):
         lower_messages([message(0, 5)], comm_args(2), rules(2))
     with pytest.raises(InvalidUsage, match=r"5 x uint8 .* and receives 1 x float32"):
         lower_messages(

@@ -553,7 +553,7 @@ def groups_of_all_kinds() -> None:
             ):
                 with pytest.raises(InvalidUsage, match=words):
                     grouped(exchange, wrong)
-            with pytest.raises(InvalidUsage, match="sends itself 1 messages and receives 0"):
+            with pytest.raises(InvalidUsage, match="to itself: 1 sends and 0 receives"):
                 grouped(lambda: comm.send(x, rank), lambda: exchange(second))
             assert me.cuda.launches == before
             with miraccl.group():
