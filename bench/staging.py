@@ -204,7 +204,7 @@ def measure(
         times["answer"].append(common.median(gpu.answers))
         assert (y == (2 if make.__name__ == "all_reduce" else 1)).all(), "wrong result"
     return {
-        "pieces": job.npieces,
+        "segments": job.nsegments,
         **{name: [t * 1e6 for t in found[1:]] for name, found in times.items()},
     }
 
@@ -239,7 +239,7 @@ def main() -> None:
         if failure:
             raise SystemExit(f"{failure.describe()}\n{failure.error}")
         rows = ranks.outcomes[0].value
-    columns = ["bytes", "pieces", "alone us", "ready to done us", "operation us", "operation GB/s"]
+    columns = ["bytes", "segments", "alone us", "ready to done us", "operation us", "operation GB/s"]
     table = []
     for nbytes, row in rows.items():
         alone, answer, whole = (
@@ -247,10 +247,10 @@ def main() -> None:
         )
         cells = [
             common.show_us(alone),
-            common.show_us(answer) if row["pieces"] == 1 else "",
+            common.show_us(answer) if row["segments"] == 1 else "",
             common.show_us(whole),
         ]
-        table.append([nbytes, row["pieces"], *cells, f"{nbytes / whole / 1e3:.2f}"])
+        table.append([nbytes, row["segments"], *cells, f"{nbytes / whole / 1e3:.2f}"])
     text = (
         common.heading("The way of GPU data between hosts, without GPUs", machine)
         + "\n"

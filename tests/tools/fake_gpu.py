@@ -1,10 +1,12 @@
-"""GPUs of cardboard: a CUDA driver whose memory is this process's and a communicator that talks through its session.
+"""Fake GPUs: a CUDA driver on this process's memory and a communicator over its session.
 
-``install`` puts them where ``miraccl perf --devices cuda`` looks, before ranks are forked, so that everything of the tool but the driver,
-the kernels and NCCL itself runs on a machine without a GPU.  Work is done when it is enqueued, or recorded while a stream is captured.
-What goes wrong on purpose is said in the environment: FAKE_WRONG (one element of rank 1's results), FAKE_REFUSES and FAKE_DIES (an
-operation, and for the latter on rank 1); FAKE_LACKS takes an operation away, FAKE_SHY is a peer that
-cannot be captured, FAKE_TELLS has ranks say which GPU they took.
+``install`` replaces the driver, the kernels and NCCL for ``miraccl perf --devices cuda`` before
+ranks are forked, so the rest of the tool runs on a machine without a GPU. Work runs when it is
+enqueued, or is recorded while a stream is captured.
+
+Faults are injected by environment variables: FAKE_WRONG changes one element of rank 1's results,
+FAKE_REJECTS rejects an operation, FAKE_DIES kills rank 1 in it, FAKE_LACKS removes it,
+FAKE_UNCAPTURABLE makes the peer fail while it is captured, FAKE_PRINTS makes ranks print their GPU.
 """
 
 from __future__ import annotations
@@ -29,17 +31,17 @@ from miraccl.tools.gpu_facts import CudaFacts, GpuInfo, PeerAccess
 from miraccl.tools.perf.data import PERIOD
 from miraccl.types import Collective, PreMulSum, RedOp
 
-NAME = "NVIDIA Cardboard"
+NAME = "NVIDIA Fake"
 
 
 def view(address: int, nbytes: int) -> Any:
-    """The bytes at an address."""
+    """Return the bytes at an address."""
     memory: Any = (ctypes.c_char * nbytes).from_address(address) if nbytes else b""
     return np.frombuffer(memory, np.uint8)
 
 
 class FakeCuda:
-    """The functions of ``cuda.bindings.driver`` that the tool calls."""
+    """Functions of ``cuda.bindings.driver`` that the tool calls."""
 
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
 
@@ -55,7 +57,7 @@ class FakeCuda:
             self.recording.append(action)
         return (0,)
 
-    def cuDeviceGet(self, ordinal: int) -> tuple[int, int]:  # noqa: N802 - the driver's names
+    def cuDeviceGet(self, ordinal: int) -> tuple[int, int]:  # noqa: N802
         return 0, ordinal
 
     def cuDeviceGetName(self, length: int, device: int) -> tuple[int, bytes]:  # noqa: N802
@@ -75,7 +77,9 @@ class FakeCuda:
         event[0] = self.ticks
         return (0,)
 
-    def cuEventElapsedTime(self, begin: list[int], end: list[int]) -> tuple[int, float]:  # noqa: N802
+    def cuEventElapsedTime(  # noqa: N802
+        self, begin: list[int], end: list[int]
+    ) -> tuple[int, float]:
         return 0, float(end[0] - begin[0]) * 0.5
 
     def cuStreamBeginCapture(self, stream: int, mode: int) -> tuple[int]:  # noqa: N802
@@ -102,18 +106,22 @@ class FakeCuda:
         self.graphs[graph] = []
         return (0,)
 
-    def cuMemcpyHtoDAsync(self, target: int, source: int, nbytes: int, stream: int) -> tuple[int]:  # noqa: N802
+    def cuMemcpyHtoDAsync(  # noqa: N802
+        self, target: int, source: int, nbytes: int, stream: int
+    ) -> tuple[int]:
         return self.submit(lambda: ctypes.memmove(target, source, nbytes))
 
     cuMemcpyDtoHAsync = cuMemcpyHtoDAsync  # noqa: N815
 
-    def cuMemsetD8Async(self, address: int, value: int, nbytes: int, stream: int) -> tuple[int]:  # noqa: N802
+    def cuMemsetD8Async(  # noqa: N802
+        self, address: int, value: int, nbytes: int, stream: int
+    ) -> tuple[int]:
         return self.submit(lambda: ctypes.memset(address, value, nbytes))
 
     def cuLaunchKernel(self, function: tuple[str, int], *shape: Any) -> tuple[int]:  # noqa: N802
-        (name, itemsize), where = function, shape[8]
+        (name, itemsize), arguments = function, shape[8]
         number = {"tile": 4, "count_different": 5, "spin": 1}[name]
-        pointers = (ctypes.c_void_p * number).from_address(where)
+        pointers = (ctypes.c_void_p * number).from_address(arguments)
         values = [ctypes.c_uint64.from_address(p or 0).value for p in pointers]
         return self.submit(lambda: _kernel(name, itemsize, values))
 
@@ -146,7 +154,7 @@ def _kernel(name: str, itemsize: int, values: list[int]) -> None:
 class FakeGpu:
     def __init__(self, ordinal: int) -> None:
         if not hasattr(_of_thread, "cuda"):
-            _of_thread.cuda = FakeCuda()  # the driver is one, its current stream that of the rank
+            _of_thread.cuda = FakeCuda()  # one driver, with a current stream per rank
         self.ordinal, self.cuda, self.arch, self.multiprocessors = ordinal, _of_thread.cuda, 90, 4
         self._memory: dict[int, Any] = {}
 
@@ -170,12 +178,12 @@ class FakeGpu:
 
 
 class FakeCommunicator:
-    """Every operation by what it is defined to give; the bytes go through the session."""
+    """Every operation computed by its definition; data moves through the session."""
 
     def __init__(self, session: Any, ordinal: int, options: Any) -> None:
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         self.gpu = FakeGpu(ordinal)
-        if os.environ.get("FAKE_TELLS"):
+        if os.environ.get("FAKE_PRINTS"):
             print(f"rank {self.rank} on GPU {ordinal}", file=sys.stderr)
         self.algo, self.proto, self.aborted = (
             options.algo or "one_shot",
@@ -234,8 +242,8 @@ class FakeCommunicator:
             device_view(x, "x", collective.label),
             device_view(out, "out", collective.label),
         )
-        if os.environ.get("FAKE_REFUSES") == collective.label:
-            raise InvalidUsage(f"{collective.label} is refused on purpose", rank=self.rank)
+        if os.environ.get("FAKE_REJECTS") == collective.label:
+            raise InvalidUsage(f"{collective.label} is rejected on purpose", rank=self.rank)
         if os.environ.get("FAKE_DIES") == collective.label and self.rank == 1 and source.count > 4:
             os.kill(os.getpid(), signal.SIGKILL)
         reason = f"for {collective.label} of {source.count}"
@@ -275,9 +283,9 @@ class FakeCommunicator:
 
 
 class FakeTorchStream:
-    """NCCL's side without PyTorch: memory of our own, NCCL is another such communicator."""
+    """NCCL's stream without PyTorch; NCCL is another fake communicator."""
 
-    number = 77
+    stream_handle = 77
 
     def __init__(self, torch: Any, ordinal: int) -> None:
         self.torch, self.ordinal = torch, ordinal
@@ -289,18 +297,18 @@ class FakeTorchStream:
         return Arena(self.memory.allocate(nbytes), nbytes, self.ordinal)
 
 
-def fake_nccl(session: Any, place: FakeTorchStream, arena: Any) -> Any:
+def fake_nccl(session: Any, torch_stream: FakeTorchStream, arena: Any) -> Any:
     from miraccl.runtime.options import Options
     from miraccl.tools.perf.device_miraccl import MiracclDevice
 
-    comm = FakeCommunicator(session, place.ordinal, Options.create())
+    comm = FakeCommunicator(session, torch_stream.ordinal, Options.create())
 
     def capture(run: Callable[[], Any]) -> Callable[[], Any]:
-        if "FAKE_SHY" in os.environ:
-            raise RuntimeError("not while I am watched")
+        if "FAKE_UNCAPTURABLE" in os.environ:
+            raise RuntimeError("cannot be captured on purpose")
         return run
 
-    library = MiracclDevice(comm, place.number, arena, capture)
+    library = MiracclDevice(comm, torch_stream.stream_handle, arena, capture)
     library.name = "nccl"
     return library
 
@@ -332,12 +340,12 @@ def facts(count: int, problem: str = "") -> CudaFacts:
 
 
 def compile_nothing(source: str, arch: int, name: str) -> bytes:
-    """What stands for the machine code of the kernels that write and compare patterns."""
+    """Return stand-in machine code of the pattern kernels."""
     return name.encode()
 
 
 def start(count: int, *words: str) -> None:
-    """``miraccl``, or a script, with ``count`` GPUs."""
+    """Run ``miraccl``, or a script, with ``count`` GPUs."""
     from miraccl.tools import cli
 
     install(count)
@@ -350,7 +358,7 @@ def start(count: int, *words: str) -> None:
 
 
 def install(count: int) -> None:
-    """``count`` GPUs from now on, in this process and what it forks."""
+    """Install ``count`` fake GPUs in this process and its forks."""
     import miraccl.executor.cuda.gpu as cuda
     import miraccl.runtime.multinode.communicator as device_hosts
     from miraccl.executor.cuda import toolkit

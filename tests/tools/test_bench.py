@@ -1,4 +1,4 @@
-"""The benchmarks still run; what they measure is nobody's business here."""
+"""Benchmarks run and write their results; figures are not checked."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_benchmark_writes_its_results(script: str, args: list[str], tmp_path: 
         "call_overhead.py --devices cuda",
     ],
 )
-def test_without_a_gpu_a_line_says_what_is_missing(command: str) -> None:
+def test_without_a_gpu_one_line_reports_what_is_missing(command: str) -> None:
     script, *words = command.split()
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Sizes, counts, factors and the printed table."""
+"""Sizes, counts, bandwidth factors and the printed table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DATA_OPERATIONS = [op for op in OPERATIONS if op != "barrier"]
         ("sendrecv", 1),
     ],
 )
-def test_busbw_factors_are_those_of_nccl_tests(op: str, factor: float) -> None:
+def test_busbw_factors_match_nccl_tests(op: str, factor: float) -> None:
     assert busbw_factor(op, 4) == factor
 
 
@@ -42,7 +42,7 @@ def test_the_size_is_the_larger_buffer(op: str, nbytes: int, nranks: int) -> Non
     assert case.nbytes == max(smallest, nbytes // smallest * smallest)
 
 
-def test_count_is_the_argument_of_nccl() -> None:
+def test_count_is_nccls_argument() -> None:
     assert build_case("all_reduce", 4096, nranks=4, dtype="float32").count == 1024
     assert build_case("all_gather", 4096, nranks=4, dtype="float32").count == 256
     assert build_case("reduce_scatter", 4096, nranks=4, dtype="bfloat16").count == 512
@@ -91,13 +91,13 @@ def test_a_line_has_the_columns_of_nccl_tests() -> None:
     assert words[13:] == ["ring/simple", "x2"]
 
 
-def test_a_form_that_does_not_exist_is_na() -> None:
+def test_missing_forms_are_na() -> None:
     words = table.line(None, row(in_place=True, wrong=None), "").split()
     assert words[5:9] == ["N/A"] * 4
     assert words[12] == "N/A"
 
 
-def test_numbers_are_below_their_headings() -> None:
+def test_numbers_align_with_their_headings() -> None:
     for peer in ("", "gloo"):
         line = table.line(row(peer=peer, peer_time_us=5000.0, ratio=4.05), row(in_place=True), peer)
         heading = table.header(peer)[1]
@@ -105,7 +105,7 @@ def test_numbers_are_below_their_headings() -> None:
             assert heading.index(name) + len(name) == line.index(value) + len(value)
 
 
-def test_the_peer_is_beside_each_form() -> None:
+def test_peer_columns() -> None:
     words = table.line(
         row(peer="gloo", peer_time_us=5000.0, ratio=4.05), row(in_place=True, peer="gloo"), "gloo"
     ).split()
@@ -113,13 +113,13 @@ def test_the_peer_is_beside_each_form() -> None:
     assert words[15:17] == ["N/A", "N/A"]
 
 
-def test_the_footer_says_whether_anything_is_wrong() -> None:
+def test_the_footer_counts_wrong_values() -> None:
     assert "0 OK" in table.footer([row()], "")[0]
     assert "7 FAILED" in table.footer([row(wrong=3), row(wrong=4)], "")[0]
     assert "not checked" in table.footer([row(wrong=None)], "")[0]
     assert "2.00" in table.footer([row(ratio=1.0), row(ratio=4.0)], "mpi")[2]
 
 
-def test_json_rows_leave_out_a_peer_that_was_not_asked_for() -> None:
+def test_json_rows_omit_an_absent_peer() -> None:
     assert "ratio" not in row().to_json()
     assert row(peer="mpi", peer_time_us=2.0, ratio=0.5).to_json()["ratio"] == 0.5

@@ -1,4 +1,4 @@
-"""``miraccl plan`` as an engineer calls it."""
+"""``miraccl plan``: tables, JSON, cache, files, errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PCIE = str(TOPOLOGIES / "pcie8-2s-2nic.xml")
 
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Plans are kept in a folder of the test; compiled kernels stay where they are."""
+    """Cache plans in a folder of the test; compiled kernels stay in the default folder."""
     folder = tmp_path / "plans"
     folder.mkdir()
     monkeypatch.setattr(plan_cli, "plan_folder", lambda: folder)
@@ -39,7 +39,7 @@ def call(*args: str, status: int = 0, **environ: str) -> str:
     return result.stdout
 
 
-def test_an_empty_name_of_a_topology_is_refused() -> None:
+def test_an_empty_topology_name_is_rejected() -> None:
     call("--topo", "", status=2)
 
 
@@ -65,33 +65,31 @@ def test_tables_show_every_stage() -> None:
     assert "Why:" not in text
 
 
-def test_explain_says_why() -> None:
+def test_explain_prints_reasons() -> None:
     text = call("--topo", H100, "--explain")
     assert "Why: search" in text
     assert "each searched channel carries both trees" in text
     assert "18 NVLinks of 20.6 GB/s (sm 90)" in " ".join(
         text.split()
-    )  # lines are as wide as the terminal
+    )  # lines are wrapped at the width of the terminal
 
 
 @pytest.mark.parametrize("what", ["--topo", "--accelerators", "NCCL_GRAPH_FILE"])
-def test_endless_files_are_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_files_are_rejected(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "MAX_INPUT_BYTES", 1 << 20)
     monkeypatch.setenv(what.strip("-"), "/dev/zero")
-    with pytest.raises(InvalidUsage, match=r"/dev/zero is larger than 1 MiB, which no \w+"):
+    with pytest.raises(InvalidUsage, match=r"cannot read the [\w ]+ /dev/zero: larger than 1 MiB"):
         call("--topo", H100, *((what, "/dev/zero") if what.startswith("-") else ()))
 
 
-def test_cpu_ranks_are_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_ranks_are_labelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, "detect_machine", lambda: detect_machine(gpus=[], cpu_ranks=2))
     assert call().startswith(
         "this machine (CPU ranks, planned as if they were GPUs): 1 x 2 GPUs, 2 ranks"
     )
 
 
-def test_tables_in_a_file_are_not_broken_at_the_width_of_a_terminal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tables_in_files_are_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     lines = CliRunner().invoke(plan_cli.plan, ["--topo", H100, "--nodes", "2"]).stdout.splitlines()
     assert any(
@@ -101,7 +99,7 @@ def test_tables_in_a_file_are_not_broken_at_the_width_of_a_terminal(
     assert max(map(len, lines)) > 100
 
 
-def test_json_is_the_plan_alone() -> None:
+def test_json_contains_the_plan_only() -> None:
     data = json.loads(call("--topo", PCIE, "--nodes", "2", "--gpus", "0,1,4", "--json", "-"))
     assert data["topology"] == "pcie8-2s-2nic.xml"
     assert (data["nranks"], data["gpus"], data["domains"]) == (6, [0, 1, 4], [[0, 1], [2]])
@@ -115,14 +113,14 @@ def test_json_with_reasons() -> None:
     assert data["bound"]["allReduce"] > 0
 
 
-def test_settings_of_the_environment_count() -> None:
+def test_environment_settings_apply() -> None:
     data = json.loads(call("--topo", PCIE, "--json", "-", NCCL_ALGO="ring", NCCL_MAX_NCHANNELS="1"))
     assert data["comm"]["nChannels"] == 1
     assert data["env"] == {"NCCL_ALGO": "ring", "NCCL_MAX_NCHANNELS": "1"}
     assert {row[1] for row in data["tuning"]["choice"]["AllReduce"]} == {"Ring"}
 
 
-def test_collnet_that_is_switched_off_stays_off() -> None:
+def test_disabled_collnet_stays_off() -> None:
     on, off = (
         json.loads(
             call(
@@ -138,20 +136,20 @@ def test_collnet_that_is_switched_off_stays_off() -> None:
         {"NCCL_COLLNET_ENABLE": "0"},
     )
     plain = json.loads(call("--topo", H100, "--nodes", "2", "--json", "-", NCCL_COLLNET_ENABLE="0"))
-    assert plain == off  # what was read of the environment is recorded either way
+    assert plain == off  # the environment is recorded in both cases
     assert (
         off["tuning"] == json.loads(call("--topo", H100, "--nodes", "2", "--json", "-"))["tuning"]
     )
 
 
-def test_the_second_time_it_is_known(plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_run_uses_the_cache(plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = call("--topo", PCIE, "--json", "-")
     assert len(list(plans.iterdir())) == 1
     monkeypatch.setattr(plan_cli, "_compute", lambda *args: pytest.fail("planned again"))
     assert call("--topo", PCIE, "--json", "-") == first
 
 
-def test_without_cache_nothing_is_kept(plans: Path) -> None:
+def test_no_cache_writes_nothing(plans: Path) -> None:
     call("--topo", PCIE, "--no-cache", "--json", "-")
     assert list(plans.iterdir()) == []
 
@@ -168,18 +166,18 @@ def test_graphs_in_nccls_format_can_replace_the_search(tmp_path: Path) -> None:
     assert again["comm"] == data["comm"]
 
 
-def test_graphs_go_where_nccls_variable_says(tmp_path: Path) -> None:
+def test_graph_dump_file(tmp_path: Path) -> None:
     call("--topo", PCIE, NCCL_GRAPH_DUMP_FILE=str(tmp_path / "dump.xml"))
     assert (tmp_path / "dump.xml").read_text().startswith('<graphs version="1">')
 
 
-def test_an_empty_graph_file_is_no_wish_to_search(tmp_path: Path) -> None:
+def test_an_empty_graph_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "empty.xml").write_text("\n")
-    with pytest.raises(InvalidUsage, match=r"the graph file .*empty\.xml is empty"):
+    with pytest.raises(InvalidUsage, match=r"cannot use the graph file .*empty\.xml: it is empty"):
         call("--topo", PCIE, NCCL_GRAPH_FILE=str(tmp_path / "empty.xml"))
 
 
-def test_the_topology_that_is_used_goes_where_nccls_variable_says(tmp_path: Path) -> None:
+def test_topology_dump_file(tmp_path: Path) -> None:
     dump, sipu = tmp_path / "dump.xml", DATA / "accelerators"
     described = ["--topo", str(sipu / "sipu.xml"), "--accelerators", str(sipu / "sipu.toml")]
     for args in (
@@ -221,17 +219,17 @@ def test_described_accelerators() -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--topo", "/nowhere.xml"], "cannot be read"),
+        (["--topo", "/nowhere.xml"], "cannot read the topology file"),
         (["--topo", PCIE, "--gpus", "a"], "device numbers"),
         (["--topo", PCIE, "--nodes", "1000000000"], "1<=x<=16384"),
-        (["--topo", PCIE, "--json", "-", "--svg", "-"], "only one output"),
+        (["--topo", PCIE, "--json", "-", "--svg", "-"], "cannot write several outputs"),
     ],
 )
-def test_wrong_calls_say_what_is_wrong(args: list[str], words: str) -> None:
+def test_usage_errors(args: list[str], words: str) -> None:
     result = CliRunner().invoke(plan_cli.plan, args)
     assert words in f"{result.output} {result.exception}"
     assert result.exit_code == 2 or isinstance(result.exception, InvalidUsage)
 
 
-def test_many_ranks_are_cut() -> None:
+def test_long_rings_are_truncated() -> None:
     assert "more" in call("--topo", H100, "--nodes", "32")

@@ -1,4 +1,4 @@
-"""The pictures: nothing overlaps, nothing from a file becomes markup, and the page does in a browser what it says."""
+"""Pictures of plans: no overlaps, no markup from files, and the page in a browser."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_nvlinks_of_one_height_do_not_overlap() -> None:
         assert all(a[1] < b[0] for a, b in itertools.pairwise(row))
 
 
-def test_svg_is_well_formed_and_names_everything() -> None:
+def test_svg_is_well_formed_and_labelled() -> None:
     text = render_svg(document("nvidia-dgxh100"))
     root = ElementTree.fromstring(text)
     words = " ".join(root.itertext())
@@ -113,7 +113,7 @@ EVIL = "</script><script>window.pwned=1</script><img src=x onerror='window.pwned
 
 
 def poisoned() -> dict[str, Any]:
-    """A plan in which every text that a file or an environment can hold is an attack."""
+    """Return a plan in which every text from a file or the environment is an injection."""
     plan = json.loads(json.dumps(document("pcie8-2s-2nic")))
     plan["topology"] = EVIL
     plan["env"] = {"NCCL_ALGO": EVIL}
@@ -144,7 +144,7 @@ def test_embedded_data_survives() -> None:
     assert json.loads(text) == value
 
 
-def test_a_page_without_reasons_is_still_a_page() -> None:
+def test_page_without_reasons() -> None:
     plain = {
         key: value
         for key, value in document("nvidia-dgxh100").items()
@@ -157,11 +157,15 @@ def test_a_page_without_reasons_is_still_a_page() -> None:
 
 
 def in_browser(page: str, script: str, folder: Path) -> Any:
-    """Run ``script`` (an expression) in the page and return its value; errors of the page come back as ``errors``."""
-    watch = "<script>window.failures=[];window.addEventListener('error',e=>window.failures.push(e.message));</script>"
+    """Evaluate ``script`` in the page and return its value; the page must not raise."""
+    watch = (
+        "<script>window.failures=[];"
+        "window.addEventListener('error',e=>window.failures.push(e.message));</script>"
+    )
     probe = (
         "<script>(()=>{let value;try{value=" + script + "}catch(e){window.failures.push(String(e))}"
-        "document.body.dataset.result=JSON.stringify({value:value,errors:window.failures,pwned:window.pwned||0})})()</script>"
+        "document.body.dataset.result=JSON.stringify("
+        "{value:value,errors:window.failures,pwned:window.pwned||0})})()</script>"
     )
     file = folder / "page.html"
     file.write_text(
@@ -203,8 +207,10 @@ TOUR = """(() => {
   out.ring = text("details");
   click(buttons("channels").find((b) => b.textContent === "none"));
   out.none = document.querySelectorAll("#overlay path").length;
-  const box = (name) => document.querySelector('.box[data-node="' + [...document.querySelectorAll(".box")]
-    .find((b) => b.textContent.startsWith(name)).dataset.node + '"]');
+  const named = (name) => [...document.querySelectorAll(".box")]
+    .find((b) => b.textContent.startsWith(name));
+  const box = (name) =>
+    document.querySelector('.box[data-node="' + named(name).dataset.node + '"]');
   click(box("GPU 0"));
   click(box("NET 1"));
   out.path = text("details");
@@ -250,11 +256,11 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     assert seen["circles"] == 2
     assert (
         seen["tree"] == "Tree of channel 15 over the nodes7>1501"
-    )  # rank 7 of node 0 hangs on rank 15 of node 1
+    )  # rank 15 of node 1 is the parent of rank 7 of node 0
 
 
 @needs_chromium
-def test_an_attack_stays_text_in_a_browser(tmp_path: Path) -> None:
+def test_injections_stay_text_in_a_browser(tmp_path: Path) -> None:
     seen = in_browser(render_page(poisoned()), TOUR, tmp_path)
     assert seen["images"] == 0
     assert "<img" in seen["path"]

@@ -1,4 +1,4 @@
-"""``miraccl run``: commands, failures, signals, output. The programs need no communicator."""
+"""``miraccl run``: commands, failures, signals, output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Script = Callable[[str], str]
 
 @pytest.fixture
 def script(tmp_path: Path) -> Script:
-    """Write a program and give its path."""
+    """Return a function that writes a program and returns its path."""
 
     def write(text: str) -> str:
         path = tmp_path / "a program.py"
@@ -44,11 +44,14 @@ def run(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_every_rank_knows_who_it_is(script: Script) -> None:
-    path = script("""
-        line = ' '.join([str(rank), os.environ['MIRACCL_NRANKS'], os.environ['MIRACCL_LOCAL_RANK'], *sys.argv[1:]])
+def test_ranks_receive_their_numbers(script: Script) -> None:
+    path = script(
+        """
+        numbers = [os.environ['MIRACCL_NRANKS'], os.environ['MIRACCL_LOCAL_RANK']]
+        line = ' '.join([str(rank), *numbers, *sys.argv[1:]])
         os.write(1, line.encode() + b'\\n')
-    """)
+    """
+    )
     done = run("-n", "3", path, "--epochs", "3", "-n")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"{r} 3 {r} --epochs 3 -n" for r in range(3)]
@@ -68,10 +71,10 @@ def test_lines_are_tagged(script: Script) -> None:
     assert sorted(done.stderr.splitlines()) == ["[0] no newline", "[1] no newline"]
 
 
-def test_the_end_of_a_rank_may_be_seen_before_its_output(
+def test_exit_before_output_is_read(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As of a program that ends before it is watched."""
+    """A program may exit before it is monitored."""
     opened = os.pidfd_open
 
     def open_ended(pid: int) -> int:
@@ -89,8 +92,8 @@ def test_the_end_of_a_rank_may_be_seen_before_its_output(
     assert (out.splitlines(), err.splitlines()) == (["[0] out", "[1] out"], ["[0] err", "[1] err"])
 
 
-def test_all_output_arrives_also_where_somebody_has_made_it_non_blocking(script: Script) -> None:
-    """As a shell's other programs may, since the setting belongs to what they share."""
+def test_all_output_arrives_through_a_non_blocking_pipe(script: Script) -> None:
+    """Another program may set O_NONBLOCK, which belongs to the shared file description."""
     path = script("sys.stdout.write(('x' * 99 + '\\n') * 5000)")
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -104,9 +107,12 @@ def test_all_output_arrives_also_where_somebody_has_made_it_non_blocking(script:
         assert job.wait(60) == 0
 
 
-def test_the_status_of_a_rank_is_known_where_children_are_ignored(script: Script) -> None:
-    """``trap '' CHLD``, or a parent that never asks: a program inherits it."""
-    ignore = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
+def test_exit_status_with_ignored_sigchld(script: Script) -> None:
+    """SIGCHLD ignored by ``trap '' CHLD`` or a parent is inherited."""
+    ignore = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN);"
+        " os.execv(sys.executable, sys.argv[1:])"
+    )
     command = [
         sys.executable,
         "-c",
@@ -123,19 +129,19 @@ def test_the_status_of_a_rank_is_known_where_children_are_ignored(script: Script
         command, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL
     )
     assert done.returncode == 7, done.stderr
-    assert "rank 1 ended with status 7" in done.stderr
+    assert "rank 1 exited with status 7" in done.stderr
 
 
-def test_a_rank_that_a_nameless_signal_ended(script: Script) -> None:
+def test_a_rank_killed_by_a_signal_without_name(script: Script) -> None:
     done = run(script("os.kill(os.getpid(), 40)"))
     assert done.returncode == 168
-    assert "rank 0 was ended by signal 40" in done.stderr
+    assert "rank 0 was killed by signal 40" in done.stderr
 
 
 @pytest.mark.parametrize(
     "count", range(10)
-)  # 3 are for the launcher itself, 3 for each rank, and more while one is started
-def test_a_launcher_that_is_short_of_descriptors_says_so_and_leaves_nothing(count: int) -> None:
+)  # 3 for the launcher, 3 per rank, more while one is started
+def test_a_shortage_of_descriptors_is_reported_and_cleaned_up(count: int) -> None:
     files, jobs = open_files(), []
 
     def start() -> None:
@@ -157,22 +163,22 @@ def test_modules_and_other_programs() -> None:
     )
 
 
-def test_the_first_failure_ends_all_and_gives_the_status(script: Script) -> None:
+def test_the_first_failure_stops_all_and_gives_the_status(script: Script) -> None:
     done = run("-n", "3", "--grace", "0.1", script("sys.exit(7) if rank == 1 else signal.pause()"))
     assert done.returncode == 7
-    assert "rank 1 ended with status 7" in done.stderr
+    assert "rank 1 exited with status 7" in done.stderr
     assert done.stderr.count("miraccl run:") == 1
 
 
-def test_the_others_may_have_years_to_end(script: Script) -> None:
-    """More milliseconds than epoll can count."""
+def test_a_very_long_grace_period(script: Script) -> None:
+    """The grace period exceeds epoll's 32-bit milliseconds."""
     program = script("sys.exit(7) if rank == 1 else sys.stdin.read()")
     command = [sys.executable, "-m", "miraccl", "run", "-n", "2", "--grace", "1e9", program]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
-        assert "rank 1 ended with status 7; ending the others" in process.stderr.readline()
+        assert "rank 1 exited with status 7; stopping the others" in process.stderr.readline()
         assert process.communicate(timeout=60)[1] == ""  # closes rank 0's standard input
     assert process.returncode == 7
 
@@ -191,7 +197,7 @@ def test_a_rank_that_ignores_sigterm_is_killed(script: Script) -> None:
 
 
 class Launched:
-    """A ``miraccl run`` in the background: lines with a deadline, and nothing left of it at the end of the block."""
+    """A ``miraccl run`` in the background, killed at the end of the block."""
 
     def __init__(self, *args: str) -> None:
         command = [sys.executable, "-m", "miraccl", "run", *args]
@@ -215,7 +221,7 @@ class Launched:
                 f"no line after 30 s, only {self._text!r}"
             )
             data = os.read(self._fd, 4096)
-            assert data, f"the program ended after {self._text!r}"
+            assert data, f"the program exited after {self._text!r}"
             self._text += data
         first, self._text = self._text.split(b"\n", 1)
         return first.decode()
@@ -240,7 +246,7 @@ def test_signals_reach_the_ranks(script: Script, number: signal.Signals) -> None
         assert launched.process.wait(30) == 128 + number
 
 
-def test_what_a_rank_started_ends_with_it(script: Script) -> None:
+def test_processes_started_by_a_rank_end_with_it(script: Script) -> None:
     text = """
         import subprocess
         child = subprocess.Popen(["sleep", "1000"])
@@ -249,11 +255,10 @@ def test_what_a_rank_started_ends_with_it(script: Script) -> None:
     """
     done = run("-n", "1", script(text))
     assert done.returncode == 3
-    with contextlib.suppress(
-        ProcessLookupError
-    ):  # it has been killed, but may still have to be run for that
+    # The child has been killed, but may not have been scheduled since.
+    with contextlib.suppress(ProcessLookupError):
         pidfd = os.pidfd_open(int(done.stdout))
-        assert select.select([pidfd], [], [], 30)[0], "what a rank started outlived it"
+        assert select.select([pidfd], [], [], 30)[0], "a child outlived its rank"
         os.close(pidfd)
 
 
@@ -266,7 +271,7 @@ def test_ranks_end_with_the_launcher(script: Script) -> None:
     os.close(pidfd)
 
 
-def test_a_signal_ends_a_job_that_is_still_starting() -> None:
+def test_a_signal_stops_a_starting_job() -> None:
     started = []
 
     def environ(local_rank: int) -> dict[str, str]:
@@ -281,13 +286,15 @@ def test_a_signal_ends_a_job_that_is_still_starting() -> None:
     assert started == [0, 1, 2, 3]
 
 
-def test_a_setting_that_leaves_no_place_to_meet_is_a_usage_error(
+def test_an_unusable_interface_is_a_usage_error(
     monkeypatch: pytest.MonkeyPatch, script: Script
 ) -> None:
     monkeypatch.setenv("MIRACCL_SOCKET_IFNAME", "=nosuch0")
     done = run("-n", "2", script("pass"))
     assert done.returncode == 2
-    assert done.stderr.startswith("miraccl: MIRACCL_SOCKET_IFNAME='=nosuch0' matches no interface")
+    assert done.stderr.startswith(
+        "miraccl: cannot use MIRACCL_SOCKET_IFNAME='=nosuch0': no interface"
+    )
 
 
 def test_usage_errors(tmp_path: Path) -> None:
@@ -296,7 +303,7 @@ def test_usage_errors(tmp_path: Path) -> None:
         assert done.returncode == 2
         assert command[0] in done.stderr
     assert "miraccl run --help lists the options" in run("--bogus", "train.py").stderr
-    assert "--node-rank 1: with --nnodes 1 it is 0" in run("--node-rank", "1", "sh").stderr
+    assert "--node-rank 1: with --nnodes 1 it must be 0" in run("--node-rank", "1", "sh").stderr
 
 
 def test_commands() -> None:
@@ -331,7 +338,8 @@ _MEET = """
     import numpy as np, miraccl
     with miraccl.init() as comm:
         x = comm.all_reduce(np.array([comm.rank], np.int64))
-        os.write(1, b"%d of %d, local %d: %d\\n" % (comm.rank, comm.nranks, int(os.environ["MIRACCL_LOCAL_RANK"]), x[0]))
+        local = int(os.environ["MIRACCL_LOCAL_RANK"])
+        os.write(1, b"%d of %d, local %d: %d\\n" % (comm.rank, comm.nranks, local, x[0]))
 """
 
 
@@ -360,7 +368,7 @@ def test_two_hosts_meet_at_the_master(script: Script, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.multiprocess
-def test_the_others_report_a_rank_that_died(script: Script) -> None:
+def test_peers_report_a_killed_rank(script: Script) -> None:
     text = """
         import numpy as np, miraccl
         comm = miraccl.init()

@@ -1,4 +1,4 @@
-"""Values of settings that people do set: defaults written out, numbers beyond all limits, NCCL's own forms; and what is logged."""
+"""Settings: written defaults, values beyond limits, NCCL's forms; logging levels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOURCE = Path(miraccl.__file__).parent
 
 
 @pytest.mark.parametrize("param", PARAMS.values(), ids=lambda param: param.name)
-def test_a_default_can_be_written(param: Param[object]) -> None:
+def test_defaults_round_trip(param: Param[object]) -> None:
     text = str(int(param.default) if isinstance(param.default, bool) else param.default)
     assert param.read({f"MIRACCL_{param.name}": text}) == param.default
 
@@ -42,12 +42,12 @@ def test_a_default_can_be_written(param: Param[object]) -> None:
         ("DEBUG", "loud"),
     ],
 )
-def test_a_value_that_cannot_be_is_an_error_that_names_the_variable(name: str, text: str) -> None:
+def test_invalid_values_name_the_variable(name: str, text: str) -> None:
     with pytest.raises(InvalidUsage, match=re.escape(f"MIRACCL_{name}={text!r}: ")):
         PARAMS[name].read({f"MIRACCL_{name}": text})
 
 
-def test_flags_of_nccl_are_numbers_or_words() -> None:
+def test_nccl_flags_are_numbers_or_words() -> None:
     values = {
         text: params.P2P_DISABLE.read({"NCCL_P2P_DISABLE": text})
         for text in ("1", "0x2", "yes", "off")
@@ -55,33 +55,33 @@ def test_flags_of_nccl_are_numbers_or_words() -> None:
     assert values == {"1": 1, "0x2": 2, "yes": 1, "off": 0}
 
 
-def test_every_level_is_logged_somehow() -> None:
+def test_debug_levels_match() -> None:
     assert tuple(trace.LEVELS) == params.DEBUG_LEVELS
 
 
-def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_expand_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/at/home")
     assert params.CACHE_DIR.read({"MIRACCL_CACHE_DIR": "~/kernels"}) == "/at/home/kernels"
     assert params.TOPO_FILE.read({"NCCL_TOPO_FILE": "some~file"}) == "some~file"
 
 
-def test_deadlines_beyond_all_clocks_are_a_long_time() -> None:
+def test_huge_timeouts_are_clamped() -> None:
     assert params.TIMEOUT.read({"MIRACCL_TIMEOUT": "1e300"}) == FOREVER
     assert int(FOREVER * 1e9) < 1 << 63
 
 
-def test_socket_buffers_beyond_the_kernels_are_the_largest() -> None:
+def test_huge_socket_buffers_are_clamped() -> None:
     with socket.socket() as sock:
         set_tcp_options(sock, 1 << 40)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) > 1 << 16
 
 
-# What is logged
+# Logging
 
 
 @pytest.fixture
 def levels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The loggers are as they were afterwards."""
+    """Restore levels and handlers of the loggers."""
     loggers = [logging.getLogger("miraccl"), *map(trace.logger, trace.SUBSYSTEMS)]
     before = [log.level for log in loggers]
     handlers = loggers[0].handlers[:]
@@ -93,7 +93,7 @@ def levels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("levels")
 @pytest.mark.parametrize(
-    ("subsystems", "told"),
+    ("subsystems", "enabled"),
     [
         ("", set(trace.SUBSYSTEMS)),
         ("ALL", set(trace.SUBSYSTEMS)),
@@ -104,8 +104,8 @@ def levels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("^ALL", set()),
     ],
 )
-def test_subsystems_that_are_logged(
-    monkeypatch: pytest.MonkeyPatch, subsystems: str, told: set[str]
+def test_selected_subsystems_are_logged(
+    monkeypatch: pytest.MonkeyPatch, subsystems: str, enabled: set[str]
 ) -> None:
     for log in map(trace.logger, trace.SUBSYSTEMS):
         log.setLevel(logging.NOTSET)
@@ -114,12 +114,12 @@ def test_subsystems_that_are_logged(
     trace.configure()
     assert {
         name for name in trace.SUBSYSTEMS if trace.logger(name).isEnabledFor(logging.INFO)
-    } == told
+    } == enabled
     assert all(trace.logger(name).isEnabledFor(logging.WARNING) for name in trace.SUBSYSTEMS)
 
 
 @pytest.mark.usefixtures("levels")
-def test_no_logging_is_none_of_any_subsystem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_level_none_disables_all_subsystems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIRACCL_DEBUG", "none")
     monkeypatch.setenv("MIRACCL_DEBUG_SUBSYS", "socket")
     trace.configure()
@@ -127,18 +127,14 @@ def test_no_logging_is_none_of_any_subsystem(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("variable", ["MIRACCL_DEBUG", "NCCL_DEBUG"])
-def test_a_wrong_level_is_told_by_the_name_of_its_variable(
-    monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
+def test_invalid_levels_name_the_variable(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "loud")
     with pytest.raises(InvalidUsage, match=f"^{variable}='loud': allowed are none, warn"):
         trace.configure()
 
 
 @pytest.mark.parametrize("subsystems", ["bootstap", "init,coll", "^sockets"])
-def test_a_subsystem_that_there_is_not_is_refused_in_a_variable_of_ours(
-    monkeypatch: pytest.MonkeyPatch, subsystems: str
-) -> None:
+def test_unknown_subsystems_are_rejected(monkeypatch: pytest.MonkeyPatch, subsystems: str) -> None:
     monkeypatch.setenv("MIRACCL_DEBUG_SUBSYS", subsystems)
     with pytest.raises(
         InvalidUsage,

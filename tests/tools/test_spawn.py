@@ -68,7 +68,7 @@ def test_results_environment_and_output() -> None:
     assert all(o.ok and o.output == "hello\n" for o in outcomes)
 
 
-def test_deadlines_may_be_beyond_all_clocks() -> None:
+def test_huge_deadlines() -> None:
     assert [o.value for o in run(_answer, 2, 10, timeout=1e300)] == [(0, "0"), (10, "1")]
 
 
@@ -78,7 +78,7 @@ def test_large_results_and_output_do_not_block() -> None:
     assert len(outcome.output) == 300_001
 
 
-def test_the_first_failure_is_told_and_the_others_are_ended() -> None:
+def test_the_first_failure_is_reported_and_the_others_are_stopped() -> None:
     with Ranks(_fail_on_one, 3, capture=True) as ranks:
         assert not ranks.wait(time.monotonic() + 30, grace=0.0)
         failure = ranks.first_failure()
@@ -93,7 +93,7 @@ class _PeerTrouble(Exception):
 
 
 def _report_a_peer(context: RankContext) -> None:
-    """Rank 0 tells first that another rank failed, then rank 1 why; rank 2 never ends."""
+    """Rank 0 reports a failed peer, then rank 1 reports the cause; rank 2 never exits."""
     if context.rank == 0:
         raise _PeerTrouble("somebody died")
     context.receive()
@@ -102,7 +102,7 @@ def _report_a_peer(context: RankContext) -> None:
     signal.pause()
 
 
-def test_the_cause_is_told_and_not_its_effects() -> None:
+def test_the_cause_is_reported_rather_than_its_effects() -> None:
     with Ranks(_report_a_peer, 3, capture=True) as ranks:
         while ranks.outcomes[0].status is None:
             ranks.poll(30)
@@ -122,15 +122,15 @@ def test_the_cause_is_told_and_not_its_effects() -> None:
 
 def test_a_killed_rank_and_exit_statuses() -> None:
     (killed,) = run(_killed, 1)
-    assert killed.describe() == "rank 0 was ended by SIGKILL"
-    assert run(_leave, 1, 7)[0].describe() == "rank 0 ended with status 7"
+    assert killed.describe() == "rank 0 was killed by SIGKILL"
+    assert run(_leave, 1, 7)[0].describe() == "rank 0 exited with status 7"
     assert run(_leave, 1, None)[0].ok
 
 
 def _interrupted(context: RankContext) -> bool:
-    """Ctrl-C comes to the child as soon as there is one, and to its parent, which alone goes on."""
+    """SIGINT reaches the child right after the fork, and the parent; only the parent continues."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    parent, fork, (heard, told) = os.getpid(), os.fork, os.pipe()
+    parent, fork, (read_fd, write_fd) = os.getpid(), os.fork, os.pipe()
 
     def forked() -> int:
         pid = fork()
@@ -141,20 +141,20 @@ def _interrupted(context: RankContext) -> bool:
     with contextlib.suppress(KeyboardInterrupt):
         run(_answer, 1, 10)
     if os.getpid() != parent:
-        os.write(told, b"a child goes on")
+        os.write(write_fd, b"a child continues")
         os._exit(0)
     with contextlib.suppress(ChildProcessError):
         os.wait()
-    os.close(told)
-    return os.read(heard, 1) == b""
+    os.close(write_fd)
+    return os.read(read_fd, 1) == b""
 
 
-def test_ctrl_c_while_ranks_start_is_for_the_parent() -> None:
+def test_ctrl_c_during_start_reaches_the_parent_only() -> None:
     (outcome,) = run(_interrupted, 1)
     assert outcome.value is True, outcome.describe()
 
 
-def test_a_rank_that_ignores_everything_is_killed_at_the_deadline() -> None:
+def test_a_rank_that_ignores_sigterm_is_killed_at_the_deadline() -> None:
     with Ranks(_never_end, 1) as ranks:
         while not ranks.poll(30):
             pass
@@ -162,7 +162,7 @@ def test_a_rank_that_ignores_everything_is_killed_at_the_deadline() -> None:
     assert ranks.outcomes[0].status == -signal.SIGKILL
 
 
-def test_nothing_is_left_behind() -> None:
+def test_no_process_is_left() -> None:
     with Ranks(_never_end, 2) as ranks:
         pids = ranks.pids
     for pid in pids:
@@ -184,8 +184,8 @@ def test_messages_both_ways() -> None:
 
 @pytest.mark.parametrize(
     "count", range(8)
-)  # 1 for the parent, 3 for each rank, and 2 more while one is started
-def test_a_parent_that_is_short_of_descriptors_says_so_and_leaves_nothing(
+)  # 1 for the parent, 3 per rank, 2 more while one is started
+def test_a_shortage_of_descriptors_is_reported_and_cleaned_up(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, fork = open_files(), os.fork

@@ -1,4 +1,4 @@
-"""``miraccl topo`` as an engineer calls it."""
+"""``miraccl topo``: commands, explanations, files, errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def call(*args: str, status: int = 0) -> str:
 
 
 @pytest.mark.parametrize("command", ["detect", "show", "dump", "check", "diff"])
-def test_every_command_explains_itself(command):
+def test_help_has_examples(command):
     text = call(command, "--help")
     assert "Example" in text
 
@@ -57,7 +57,7 @@ def test_show_explains():
     assert len(reasons) == 3 * 8 * 8 + 2 * 8 * 4 + 8  # a net has no path to the NVSwitch
 
 
-def test_show_says_why_gpus_count_as_nodes():
+def test_show_explains_separate_gpus():
     text = call(
         "show",
         str(TOPOLOGIES / "pcie4-4nic-netfaster.xml"),
@@ -83,11 +83,11 @@ def test_show_says_why_gpus_count_as_nodes():
     ],
 )
 def test_nodes_that_do_not_exist(wanted):
-    with pytest.raises(InvalidUsage, match="--explain"):
+    with pytest.raises(InvalidUsage, match="cannot explain"):
         call("show", H100, "--explain", wanted)
 
 
-def test_the_nodes_that_there_are_are_named():
+def test_valid_nodes_are_listed():
     with pytest.raises(
         InvalidUsage, match=r"'GPU9' is not one of GPU0 to GPU7, NET0 to NET7, CPU0 to CPU1, NVS0$"
     ):
@@ -98,21 +98,21 @@ def test_the_nodes_that_there_are_are_named():
     "args",
     [["show", ""], ["check", ""], ["dump", ""], ["diff", H100, ""], ["detect", "--base", ""]],
 )
-def test_an_empty_name_is_not_this_machine(args):
-    refused = CliRunner().invoke(topo, args)
-    assert refused.exit_code == 2
-    assert "the name of the file is empty" in refused.stderr
+def test_empty_file_names_are_rejected(args):
+    result = CliRunner().invoke(topo, args)
+    assert result.exit_code == 2
+    assert "the file name is empty" in result.stderr
 
 
 def test_wrong_gpus():
-    refused = CliRunner().invoke(topo, ["show", H100, "--gpus", "a"])
-    assert refused.exit_code == 2
-    assert "device numbers such as 0,2,3" in refused.output
+    result = CliRunner().invoke(topo, ["show", H100, "--gpus", "a"])
+    assert result.exit_code == 2
+    assert "device numbers such as 0,2,3" in result.output
     with pytest.raises(TopologyError, match="cannot select GPU 17"):
         call("show", H100, "--gpus", "17")
 
 
-def test_names_in_a_file_are_no_markup(tmp_path):
+def test_names_in_files_are_not_markup(tmp_path):
     file = tmp_path / "[bold].xml"
     text = (TOPOLOGIES / "nvidia-dgxh100.xml").read_text()
     file.write_text(
@@ -133,8 +133,8 @@ def test_dump_keeps_a_file_and_selects(tmp_path):
     assert "<silink" in call("dump", *SIPU)
 
 
-def test_check_reports_and_its_status_tells(tmp_path):
-    assert call("check", A100) == "nothing to say: the file is complete\n"
+def test_check_reports_problems_in_its_status(tmp_path):
+    assert call("check", A100) == "no problems: the file is complete\n"
     text = call("check", *SIPU)
     assert (
         "link_speed of a nic is 'Unknown': 8 GT/s assumed, with 16 lanes 12 GB/s (2 times)" in text
@@ -152,7 +152,7 @@ def test_check_reports_and_its_status_tells(tmp_path):
 
 
 def test_diff_and_its_status():
-    assert call("diff", H100, H100) == "the machines are alike\n"
+    assert call("diff", H100, H100) == "the machines are equal\n"
     assert "GPU sm" in call("diff", A100, H100, status=1)
     assert json.loads(call("diff", A100, H100, "--names", "--json", "-", status=1))
 
@@ -165,7 +165,7 @@ def test_detect_writes_a_file_that_can_be_shown(tmp_path):
     assert tree["element"] == "system"
 
 
-def test_detect_writes_both_files_that_are_asked_for(tmp_path):
+def test_detect_writes_xml_and_json(tmp_path):
     out = tmp_path / "here.xml"
     tree = json.loads(
         call(
@@ -174,17 +174,17 @@ def test_detect_writes_both_files_that_are_asked_for(tmp_path):
     )
     assert tree["element"] == "system"
     assert call("show", str(out)).startswith("maxBw 12 GB/s, totalBw 12 GB/s, 3 GPUs, 0 nets")
-    with pytest.raises(InvalidUsage, match="only one of --out and --json"):
+    with pytest.raises(InvalidUsage, match="cannot write both --out and --json"):
         call("detect", "--out", "-", "--json", "-")
 
 
-def test_the_environment_counts(monkeypatch):
+def test_environment_settings_apply(monkeypatch):
     monkeypatch.setenv("NCCL_TOPO_FILE", A100)
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     assert "PHB 24" in call("show")
 
 
-def test_as_many_cpu_ranks_are_detected_as_a_file_can_have(tmp_path):
+def test_the_largest_number_of_cpu_ranks(tmp_path):
     file = str(tmp_path / "machine.xml")
     call("detect", "--cpu-ranks", str(MAX_NODES), "--out", file)
     assert (
