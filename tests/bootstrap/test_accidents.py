@@ -33,7 +33,7 @@ from miraccl.wire import framing
 from miraccl.wire.auth import NONCE_BYTES, Challenge, Handshake, Hello
 from miraccl.wire.framing import MAX_FRAME_BYTES, FrameReader, decode, encode, encode_frame
 from tests.bootstrap.kit import PATIENCE, in_threads, job, told_at_the_deadline, until
-from tests.support.accidents import PARTIAL, Sweep, few_descriptors, open_files
+from tests.support.fault_injection import PARTIAL, Sweep, few_descriptors, open_files
 
 #: Accidents that pass: the ranks meet all the same.
 PASSING = {

@@ -24,7 +24,7 @@ from miraccl import native
 from miraccl.errors import SystemFailure
 from miraccl.native import atomics, cache
 from miraccl.native.intrinsics import PyLong_AsLong, PyLong_FromLong, load
-from tests.support.accidents import few_descriptors
+from tests.support.fault_injection import few_descriptors
 
 LIBRARIES = (
     "miraccl.native.words",

@@ -17,7 +17,7 @@ import pytest
 
 from miraccl.errors import InvalidUsage, SystemFailure
 from miraccl.tools.run import LocalJob, build_command, open_job
-from tests.support.accidents import few_descriptors, open_files
+from tests.support.fault_injection import few_descriptors, open_files
 
 Script = Callable[[str], str]
 

@@ -13,7 +13,7 @@ import pytest
 
 from miraccl.errors import SystemFailure
 from miraccl.tools.spawn import RankContext, RankOutcome, Ranks
-from tests.support.accidents import few_descriptors, open_files
+from tests.support.fault_injection import few_descriptors, open_files
 
 
 def run(

@@ -23,7 +23,7 @@ from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, SystemFailure
 from miraccl.torch import start
 from tests.bootstrap.kit import PATIENCE, in_threads
-from tests.support.accidents import few_descriptors, open_files
+from tests.support.fault_injection import few_descriptors, open_files
 
 
 @pytest.fixture

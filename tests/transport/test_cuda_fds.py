@@ -13,7 +13,7 @@ import pytest
 from miraccl.errors import SystemFailure
 from miraccl.transport.cuda_fds import FdChannel, FdChannelAddress, close_all
 from miraccl.transport.cuda_pairs import pid_namespace
-from tests.support.accidents import few_descriptors
+from tests.support.fault_injection import few_descriptors
 from tests.support.ranks import run_ranks
 
 

@@ -9,7 +9,7 @@ import pytest
 from miraccl.errors import SystemFailure
 from miraccl.transport.base import Endpoint
 from miraccl.transport.shm import ShmTransport
-from tests.support.accidents import few_descriptors, open_files
+from tests.support.fault_injection import few_descriptors, open_files
 from tests.transport.conformance import TransportConformance, World
 
 

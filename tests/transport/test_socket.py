@@ -27,7 +27,7 @@ from miraccl.transport.fifo import Mode, PrivateMemory, memory_at
 from miraccl.transport.socket import ConnectInfo, SocketOptions, SocketTransport
 from miraccl.wire.proxy_records import LossKind
 from miraccl.wire.stream import HELLO_BYTES, InitiatorHandshake, StreamIdentity, derive_key
-from tests.support.accidents import PARTIAL, Sweep, few_descriptors, open_files
+from tests.support.fault_injection import PARTIAL, Sweep, few_descriptors, open_files
 from tests.transport.conformance import WAIT_S, TransportConformance, World, pattern
 from tests.transport.socket_world import SLOT, build_rank, build_world
 
