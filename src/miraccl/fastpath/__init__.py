@@ -1,1 +1,1 @@
-"""Compiled entry points from a Python call to a launch."""
+"""Compiled fast paths from a Python call to a launch."""

@@ -1,13 +1,19 @@
-"""Calls on GPU memory without the interpreter. Compiled together:
+"""Fast path for calls on GPU memory: repeated calls run without the interpreter.
 
-- ``call``: the builtins, one a kind of operation; the rest is what they are made of
-- ``views``: looks at an array, by its type: ``tensors`` (PyTorch's), ``arrays`` (CuPy's), ``foreign`` (others, by their protocols)
-- ``streams``: the stream of a call, and that it follows the one before
-- ``rows``: from arguments to a launch in the table, of collectives and messages; ``moves``: collectives that are lists of messages;
-  ``reductions``: reduce_scatter_v; ``shapes``: messages whose sizes are new
-- ``groups``: what is noted between the beginning and the end of a group
+A fast call is a builtin with a compiled body. It reads the arrays, finds the launch in a table and
+calls cuLaunchKernelEx. Compiled together:
 
-Python's side: ``table`` enters launches, ``kinds`` types of arrays.  ``layout`` are the words that both know.
+- ``call``: the builtins, one per kind of operation
+- ``views``: reads an array by its type, with ``tensors`` (PyTorch), ``arrays`` (CuPy) and
+  ``foreign`` (others, by their protocols)
+- ``streams``: stream of a call and its order after the previous operation
+- ``lookup``: from arguments to a launch in the table, for collectives and messages
+- ``message_ops``: collectives that are lists of messages; ``reductions``: reduce_scatter_v
+- ``templates``: messages whose sizes are new
+- ``groups``: calls collected between begin and end of a group
+
+Python side: ``table`` enters launches, ``foreign_types`` types of arrays. ``layout`` defines the
+records that both sides share.
 """
 
 #: modules outside this package whose functions end up in compiled code

@@ -1,4 +1,4 @@
-"""Kernel source: what doors see of CuPy's arrays. They are asked for single attributes: ``__cuda_array_interface__`` makes new objects."""
+"""Kernel source: reading CuPy arrays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def item_size(dtype: int) -> int:
 
 @inline
 def consume_int(number: int) -> int:
-    """The value of a new object that is a number and not negative; -1 for anything else, and where an exception is set instead."""
+    """Return the value of a new int object, which is released; -1 if negative, not an int, or null.
+
+    A pending exception is cleared.
+    """
     if number == 0:
         PyErr_Clear()
         return -1
@@ -36,7 +39,7 @@ def consume_int(number: int) -> int:
 
 @inline
 def dtype_of(state: int, array: int) -> int:
-    """The DLDataType of an array; 0 for one that goes the long way."""
+    """Return the DLDataType of an array; 0 if the slow path must handle it."""
     dtype, found = PyObject_GetAttr(array, load(state + layout.NAME_DTYPE)), 0
     if dtype == 0:
         PyErr_Clear()
@@ -54,7 +57,9 @@ def dtype_of(state: int, array: int) -> int:
 
 @inline
 def view_array(state: int, array: int, view: int) -> int:
-    """Look at an array on this GPU that is contiguous, and write at ``view`` what a tensor's has; its elements, -1 for anything else."""
+    """Write the view of a contiguous array on this GPU at ``view``; return its elements, -1 for
+    others.
+    """
     dtype = dtype_of(state, array)
     if (
         dtype == 0

@@ -1,15 +1,16 @@
-"""Kernel source: cuLaunchKernelEx as a fast builtin, and the doors of a communicator's operations on GPU memory.
+"""Kernel source: cuLaunchKernelEx as a fast builtin, and the fast calls of a communicator's
+operations.
 
-``launch(block, source, target, stream)``: ``block`` is the address of ``BLOCK_WORDS`` words; the result is CUDA's code.  Through
-cuda.bindings a launch costs about a microsecond and a half more.  Python's lock is let go, since a launch waits where the queue of the GPU
-is full.
+``launch(record, source, target, stream)``: ``record`` is the address of ``RECORD_WORDS`` words; the
+result is CUDA's error code.
 
-A door is a whole call, from PyTorch's tensors to the launch, where everything is as it was the last time; ``doors.tensors`` looks at the
-arguments, ``doors.rows`` finds the launch that ``doors.table`` keeps, ``doors.layout`` says where.  The result is ``DONE``, or
-``NOT_TAKEN``: nothing has happened then.  What a door does not take it hands to the next one, that of the same operation on CPU memory.
+A fast call runs a whole call from array to launch if everything is as in an earlier call: ``views``
+reads the arguments, ``lookup`` finds the launch that ``table`` has entered. The result is ``DONE``,
+or ``NOT_HANDLED`` if nothing has happened. Calls that it does not handle go to its fallback, the
+fast call of the operation on CPU memory.
 
-A group begins and ends here, too (``doors.groups``).  Sends and receives in which nothing is wrong are noted, and launched at its end.
-What else a group has is Python's.
+Groups begin and end here as well (``groups``). Valid sends and receives are collected and launched
+at the end; all other calls of a group are left to Python.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from miraccl.native.intrinsics import (
 
 @inline
 def launch_kernel(record: int) -> int:
-    """Launch without Python's lock; CUDA's code."""
+    """Launch without the GIL; return CUDA's error code."""
     state = PyEval_SaveThread()
     code = call_int4(
         load(record + 8 * layout.RECORD_FUNCTION),
@@ -82,7 +83,7 @@ def launch(self: int, args: int, nargs: int) -> int:
 
 @inline
 def begin_launch(state: int, record: int) -> int:
-    """Launch it as the last operation; CUDA's code."""
+    """Launch ``record`` and note it as the last operation; return CUDA's error code."""
     store(state + layout.STATE_LAST_RECORD, record)
     store(load(state + layout.STATE_CPU_PLAN), 0)
     return launch_kernel(record)
@@ -90,13 +91,13 @@ def begin_launch(state: int, record: int) -> int:
 
 @inline
 def launch_found(state: int, record: int) -> int:
-    """Launch what was found, if anything; what the door says."""
+    """Launch ``record`` if it is not 0; return the result of the fast call."""
     return layout.DONE if record != 0 and begin_launch(state, record) == 0 else layout.NOT_HANDLED
 
 
 @inline
 def finish(entry: int, code: int, args: int, nargs: int) -> int:
-    """The end of a call: what a door says, or the next one."""
+    """End a call: return ``code`` as an object, or call the fallback."""
     if not finish_call(load(entry + layout.FAST_STATE), code):
         return 0
     fallback = load(entry + layout.FAST_FALLBACK)
@@ -106,7 +107,9 @@ def finish(entry: int, code: int, args: int, nargs: int) -> int:
 
 
 def collective(self: int, args: int, nargs: int) -> int:
-    """Builtin ``door(x, out, op or root, async_op, stream)``; that of ``reduce`` takes the operator, and the root in the end."""
+    """Builtin ``fast_call(x, out, op or root, async_op, stream)``; ``reduce`` takes op and a final
+    root.
+    """
     entry = PyLong_AsLong(self)
     return finish(
         entry,
@@ -117,7 +120,9 @@ def collective(self: int, args: int, nargs: int) -> int:
 
 
 def message_collective(self: int, args: int, nargs: int) -> int:
-    """Builtin ``door(x, out, root, counts of x, counts of out, async_op, stream)`` of a collective that is a list of messages."""
+    """Builtin ``fast_call(x, out, root, x counts, out counts, async_op, stream)`` of a message
+    collective.
+    """
     entry = PyLong_AsLong(self)
     return finish(
         entry,
@@ -128,7 +133,10 @@ def message_collective(self: int, args: int, nargs: int) -> int:
 
 
 def reductions(self: int, args: int, nargs: int) -> int:
-    """Builtin ``door(x, out, op, async_op, stream, counts)`` of ``reduce_scatter_v``. Where a launch fails after another one, it raises."""
+    """Builtin ``fast_call(x, out, op, async_op, stream, counts)`` of ``reduce_scatter_v``.
+
+    Raises if a launch fails after another one has been enqueued.
+    """
     entry = PyLong_AsLong(self)
     state = load(entry + layout.FAST_STATE)
     found = find_reductions(entry, args)
@@ -151,7 +159,7 @@ def reductions(self: int, args: int, nargs: int) -> int:
 
 
 def message(self: int, args: int, nargs: int) -> int:
-    """Builtin ``door(x, peer, async_op, stream)`` of a send or a receive."""
+    """Builtin ``fast_call(x, peer, async_op, stream)`` of a send or a receive."""
     entry = PyLong_AsLong(self)
     state, code, receives = (
         load(entry + layout.FAST_STATE),
@@ -177,7 +185,9 @@ def message(self: int, args: int, nargs: int) -> int:
 
 
 def pair(self: int, args: int, nargs: int) -> int:
-    """Builtin ``door(x, dst, out, src, async_op, stream)`` of a send and a receive that do not overlap."""
+    """Builtin ``fast_call(x, dst, out, src, async_op, stream)`` of a send and a receive that do not
+    overlap.
+    """
     entry = PyLong_AsLong(self)
     state, code = load(entry + layout.FAST_STATE), layout.NOT_HANDLED
     sent, got = (
@@ -213,7 +223,9 @@ def pair(self: int, args: int, nargs: int) -> int:
 
 
 def begin(self: int, args: int, nargs: int) -> int:
-    """Builtin ``begin()`` of a ``with`` block; as the attribute of a class it may be given the object, too."""
+    """Builtin ``begin()`` of a ``with`` block; as a class attribute it may receive the object as
+    well.
+    """
     groups = PyLong_AsLong(self)
     if load32(groups + layout.GROUPS_OPEN) == 0:
         store(groups + layout.GROUPS_THREAD, thread_id())
@@ -227,7 +239,9 @@ def begin(self: int, args: int, nargs: int) -> int:
 
 
 def end(self: int, args: int, nargs: int) -> int:
-    """Builtin ``end(type, value, trace)``, likewise. What is noted goes in one launch."""
+    """Builtin ``end(type, value, trace)`` of a ``with`` block; launches the collected messages
+    together.
+    """
     groups, left_by = PyLong_AsLong(self), args + 8 * (nargs - 3)
     if not is_own_group(groups) or load(left_by) != load(groups + layout.GROUPS_NONE):
         return PyObject_Vectorcall(load(groups + layout.GROUPS_END), left_by, 3, 0)
@@ -245,7 +259,7 @@ def end(self: int, args: int, nargs: int) -> int:
 
 
 def is_compiled(self: int, args: int, nargs: int) -> int:
-    """Builtin: whether this thread has a group open that only doors have seen."""
+    """Builtin: 1 if this thread's open group is only known to compiled code, else 0."""
     return PyLong_FromLong(1 if is_own_group(PyLong_AsLong(self)) else 0)
 
 

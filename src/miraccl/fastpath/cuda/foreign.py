@@ -1,10 +1,10 @@
-"""Kernel source: what doors see of arrays that are neither PyTorch's nor CuPy's, by the protocols that they speak: DLPack and
-``__cuda_array_interface__``.
+"""Kernel source: reading arrays of other libraries by DLPack or ``__cuda_array_interface__``.
 
-Only types are asked whose arrays went the long way before (``STATE_KINDS``).  Asking may run code of anybody's: no door takes calls
-meanwhile, and what the view says is looked at again in every call.  DLPack's producer is given the stream, so that it makes that wait for
-what it still computes; who has another stream in its interface goes the long way, which does so.  The capsule is the view's until the door
-knows what becomes of the call (``doors.views``).
+Only types whose arrays have passed the slow path are read (``STATE_FOREIGN_TYPES``). Reading may
+run arbitrary code, so fast calls are disabled meanwhile (``STATE_BUSY``), and every call validates
+the view again. A DLPack producer receives the stream and makes it wait for its pending work; an
+interface with another stream goes to the slow path. The view owns the capsule until the end of the
+call (``views.finish_call``).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAX_ELEMENTS = 1 << 46
 
 @inline
 def foreign_type(state: int, array: int) -> int:
-    """The row of its type; 0 for a type that is not asked."""
+    """Return the record of the array's type; 0 if the type is not known."""
     type_address, entry = load(array + layout.OB_TYPE), state + layout.STATE_FOREIGN_TYPES
     while load(entry + layout.FOREIGN_TYPE) != 0:
         if load(entry + layout.FOREIGN_TYPE) == type_address:
@@ -55,14 +55,13 @@ def foreign_type(state: int, array: int) -> int:
 
 @inline
 def protocol_stream(stream: int) -> int:
-    """A stream as the protocols write it."""
+    """Return a stream handle in the encoding of the protocols."""
     return layout.STREAM_LEGACY if stream == 0 else stream
 
 
 def view_foreign(state: int, entry: int, array: int, view: int) -> int:
-    """Look at an array on this GPU that is contiguous, and write at ``view`` what it is; its elements, -1 for anything else.
-
-    A function of its own, which doors call by its address: it is too long to be in each of them.
+    """Write the view of a contiguous array on this GPU at ``view``; return its elements, -1 for
+    others.
     """
     before = load(state + layout.STATE_STREAM)
     count = (
@@ -80,7 +79,7 @@ def view_foreign(state: int, entry: int, array: int, view: int) -> int:
 
 @inline
 def has_sharding(state: int, array: int, type_address: int) -> bool:
-    """Whether the sharding of an array of JAX's has this type."""
+    """Return True if the sharding of a JAX array has this type."""
     sharding = PyObject_GetAttr(array, load(state + layout.STATE_SHARDING))
     if sharding == 0:
         PyErr_Clear()
@@ -92,7 +91,7 @@ def has_sharding(state: int, array: int, type_address: int) -> bool:
 
 @inline
 def export(state: int, entry: int, array: int) -> int:
-    """The capsule; 0 where there is none."""
+    """Return the DLPack capsule of an array; 0 on failure."""
     function, keywords = load(entry + layout.FOREIGN_EXPORT), load(entry + layout.FOREIGN_KEYWORDS)
     if function != 0 and not has_sharding(state, array, load(entry + layout.FOREIGN_SHARDING)):
         function = (
@@ -118,7 +117,7 @@ def export(state: int, entry: int, array: int) -> int:
 
 @inline
 def read_capsule(state: int, entry: int, capsule: int, view: int) -> int:
-    """As ``view_foreign``, of what the capsule holds."""
+    """Write the view of a capsule's tensor; return its elements, -1 if unsuitable."""
     tensor, read_only = 0, load(entry + layout.FOREIGN_IMMUTABLE)
     if PyCapsule_IsValid(capsule, load(state + layout.STATE_VERSIONED_NAME)) != 0:
         managed = PyCapsule_GetPointer(capsule, load(state + layout.STATE_VERSIONED_NAME))
@@ -180,7 +179,7 @@ def view_interface(state: int, array: int, view: int) -> int:
 
 @inline
 def item(state: int, interface: int, key: int) -> int:
-    """What the interface has under a key; 0 for nothing and None."""
+    """Return the interface's value for a key; 0 for None or a missing key."""
     value = PyDict_GetItem(interface, load(state + key))
     return 0 if value == load(state + layout.STATE_NONE) else value
 
@@ -192,7 +191,7 @@ def is_tuple(state: int, value: int) -> bool:
 
 @inline
 def is_on_this_gpu(state: int, memory: int) -> bool:
-    """As the driver says."""
+    """Return True if the driver reports this GPU for the address."""
     result = state + layout.STATE_RESULT
     store(result, -1)
     code = call_int4(
@@ -207,7 +206,9 @@ def is_on_this_gpu(state: int, memory: int) -> bool:
 
 @inline
 def dense_count(state: int, interface: int, size: int) -> int:
-    """Elements of ``size`` bytes by shape and strides; -1 where they do not follow one another, and for what is no everyday number."""
+    """Return the elements of ``size`` bytes by shape and strides; -1 if not contiguous or not plain
+    ints.
+    """
     shape, strides, count = (
         item(state, interface, layout.KEY_SHAPE),
         item(state, interface, layout.KEY_STRIDES),
@@ -234,7 +235,10 @@ def dense_count(state: int, interface: int, size: int) -> int:
 
 @inline
 def read_interface(state: int, interface: int, view: int) -> int:
-    """As ``view_foreign``, of an interface. Its stream is that of the operation before, or there is none."""
+    """Write the view of an interface; return its elements, -1 if unsuitable.
+
+    Its stream must be that of the previous operation, or absent.
+    """
     stream = item(state, interface, layout.KEY_STREAM)
     if stream != 0 and protocol_stream(int_value(state, stream)) != protocol_stream(
         load(state + layout.STATE_STREAM)

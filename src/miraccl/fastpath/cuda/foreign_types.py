@@ -1,4 +1,4 @@
-"""Types of arrays that doors ask by their protocol (``doors.foreign``): the words that tell them how."""
+"""Types of arrays that fast calls read by a protocol (``foreign``), and their records."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ STATE_CONSTANTS = (
 
 
 class ArrayProtocol(NamedTuple):
-    """How arrays of a type are looked at: by DLPack, or by ``__cuda_array_interface__``."""
+    """Protocol by which arrays of a type are read: DLPack, or ``__cuda_array_interface__``."""
 
     dlpack: bool
     immutable: bool = False  # though DLPack does not say so
 
 
 def foreign_record(type_: type, protocol: ArrayProtocol) -> tuple[dict[int, int], Any]:
-    """(the words of a row of ``STATE_KINDS``, an object that must live as long as they stand there)."""
+    """Return (words of a record of ``STATE_FOREIGN_TYPES``, object that must outlive the record)."""
     export, sharding = _export_of(type_) if protocol.immutable else (None, None)
     keywords = _keywords_of(type_) if protocol.dlpack and export is None else _OLD_KEYWORDS
     record = {
@@ -66,7 +66,10 @@ def foreign_record(type_: type, protocol: ArrayProtocol) -> tuple[dict[int, int]
 
 
 def _export_of(type_: type) -> tuple[Any, Any]:
-    """(JAX's function that gives the capsule of an array, the type that the sharding of these arrays has); None without."""
+    """Return (JAX's function that creates an array's capsule, type of the sharding it is valid
+    for),
+    or None.
+    """
     export = getattr(sys.modules.get(type_.__module__), _EXPORT, None)
     sharding = getattr(
         getattr(sys.modules.get("jax"), "sharding", None), "SingleDeviceSharding", None
@@ -75,7 +78,7 @@ def _export_of(type_: type) -> tuple[Any, Any]:
 
 
 def _keywords_of(type_: type) -> tuple[str, ...]:
-    """Names of the arguments that the method takes."""
+    """Return the names of the keyword arguments that ``__dlpack__`` of the type accepts."""
     try:
         parameters = inspect.signature(getattr(type_, _DLPACK)).parameters.values()
     except (

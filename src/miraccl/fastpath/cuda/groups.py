@@ -1,7 +1,8 @@
-"""Kernel source: a group of calls that only doors have seen, from its beginning to its end.
+"""Kernel source: a group of calls that only fast calls have seen, from begin to end.
 
-``layout.GROUPS_*`` are words of the process, in which one thread at a time has such a group; Python's lock guards them.  Groups of other
-threads, and any group with something that a door does not take, are Python's (``comm.group``): it empties the words and goes on by itself.
+``layout.GROUPS_*`` are words of the process, guarded by the GIL; one thread at a time has such a
+group. Groups of other threads, and any group with a call that the fast path does not handle, belong
+to Python (``runtime.group``), which empties the words and continues.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from miraccl.native.intrinsics import (
 
 @inline
 def return_none(groups: int) -> int:
-    """The object None, as a result."""
+    """Return a new reference to None."""
     Py_IncRef(load(groups + layout.GROUPS_NONE))
     return load(groups + layout.GROUPS_NONE)
 
 
 @inline
 def thread_id() -> int:
-    """A number that no other thread ever has, which is not 0."""
+    """Return a number unique to this thread for the life of the process; never 0."""
     return PyThreadState_GetID(PyThreadState_Get()) + 1
 
 
 @inline
 def is_own_group(groups: int) -> bool:
-    """Whether this thread has a group open that only doors have seen."""
+    """Return True if this thread has an open group that only fast calls have seen."""
     return load(groups + layout.GROUPS_THREAD) == thread_id()
 
 
@@ -51,14 +52,14 @@ def is_own_group(groups: int) -> bool:
 
 @inline
 def may_collect(entry: int, state: int) -> bool:
-    """Whether messages are launched or noted here, as far as their arrays have no say."""
+    """Return True if messages may be launched or collected here, before their arrays are read."""
     groups = load(state + layout.STATE_GROUPS)
     return load32(groups) == 0 or (load(entry + layout.FAST_COLLECTS) != 0 and is_own_group(groups))
 
 
 @inline
 def can_collect(entry: int, state: int, count: int) -> bool:
-    """Whether the messages of a call may join those of the group."""
+    """Return True if the messages of a call may join those of the group."""
     groups = load(state + layout.STATE_GROUPS)
     if not may_collect(entry, state):  # which an array that computes something may have changed
         return False
@@ -78,7 +79,7 @@ def can_collect(entry: int, state: int, count: int) -> bool:
 
 @inline
 def join_group(state: int) -> bool:
-    """Before messages are noted; False if there is no memory for it, which Python is told."""
+    """Register with the group before messages are collected; False on a Python exception."""
     groups = load(state + layout.STATE_GROUPS)
     if load(groups + layout.GROUPS_STATE) == 0:
         if (
@@ -96,7 +97,9 @@ def join_group(state: int) -> bool:
 
 @inline
 def collect_message(state: int, number: int, x: int) -> bool:
-    """Put a message of this call, its array and what holds that beside those that are noted; likewise."""
+    """Append a message of this call, its array and its owner to the collected ones; False on an
+    exception.
+    """
     if PyList_Append(load(state + layout.STATE_COLLECTED_ARRAYS), x) != 0:
         return False
     view = state + layout.STATE_VIEWS + number * layout.VIEW_BYTES
@@ -123,7 +126,7 @@ def collect_message(state: int, number: int, x: int) -> bool:
 
 @inline
 def find_collected(state: int) -> int:
-    """The block for what is noted; 0 where Python is to do it."""
+    """Return the launch record of the collected messages; 0 if Python must handle them."""
     if load32(load(state + layout.STATE_ABORT)) != 0 or load(
         state + layout.STATE_COLLECTED_STREAM
     ) != load(state + layout.STATE_STREAM):
@@ -144,7 +147,7 @@ def find_collected(state: int) -> int:
 
 @inline
 def retain_collected(state: int) -> bool:
-    """After the launch: hold what it reads; False where Python is to raise."""
+    """Retain the owners of launched memory; False on a Python exception."""
     owners, retained = load(state + layout.STATE_COLLECTED_OWNERS), True
     count = PyList_Size(owners)
     if count == 0:
@@ -172,7 +175,7 @@ def clear_list(items: int, count: int) -> None:
 
 @inline
 def close_group(groups: int, state: int) -> None:
-    """The group is over; arrays may go, which may run anything."""
+    """End the group and release its arrays, which may run arbitrary code."""
     store(groups + layout.GROUPS_THREAD, 0)
     store(groups + layout.GROUPS_STATE, 0)
     store(groups + layout.GROUPS_OPEN, load(groups + layout.GROUPS_OPEN) - 1)

@@ -1,16 +1,19 @@
-"""The words that doors and Python share. All offsets are in bytes but those of a launch's block; all words are int64."""
+"""Records shared by fast calls and Python.
+
+Offsets are in bytes, except those of a launch record, which are in words; all words are int64.
+"""
 
 from __future__ import annotations
 
 
 class RecordLayout:
-    """Places of words, one after another."""
+    """Assigns consecutive offsets to the words of a record."""
 
     def __init__(self) -> None:
         self.end = 0
 
     def word(self, count: int = 1) -> int:
-        """Where the next ``count`` words begin."""
+        """Return the offset of the next ``count`` words."""
         place, self.end = self.end, self.end + 8 * count
         return place
 
@@ -286,17 +289,21 @@ OB_TYPE = 8  # PyObject.ob_type
 
 
 def launch_key(collective: int, third: int, dtype: int) -> int:
-    """``third`` is the operator's number, the root, or ``pack_op_root``; below 256. ``dtype`` is a DLDataType: code, bits << 8, lanes << 16."""
+    """Return the table key of a collective.
+
+    ``third``: operator number, root, or ``pack_op_root``; below 256. ``dtype``: DLDataType as code,
+    bits << 8, lanes << 16.
+    """
     return collective << 40 | third << 32 | dtype
 
 
 def pack_op_root(op: int, root: int) -> int:
-    """An operator and a root in one number."""
+    """Return an operator and a root as one number."""
     return root * NOPS + op
 
 
 def message_kind(receives: int, peer: int, dtype: int) -> int:
-    """What a message is, but for its size: ``receives`` is 0 or 1."""
+    """Return a message's direction, peer and type as one number; ``receives`` is 0 or 1."""
     return dtype << 32 | peer << 1 | receives
 
 
@@ -305,5 +312,5 @@ TEMPLATE_KEY = 3 << 61  # with the hash of what they are
 
 
 def table_index(hashed: int, probe: int) -> int:
-    """The number of a row in which a launch may stand; ``hashed`` are key and count."""
+    """Return the index of the ``probe``-th table entry for a hash of key and count."""
     return hashed + probe & TABLE_ENTRIES - 1

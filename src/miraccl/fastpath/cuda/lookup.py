@@ -1,6 +1,8 @@
-"""Kernel source: from the arguments of a call to the block of its launch in the table of ``doors.table``, with addresses and stream in it.
+"""Kernel source: from the arguments of a call to its launch record, completed with addresses and
+stream.
 
-A launch is there only if a call like this one has been checked before; what differs from call to call is looked at here.
+The table (``table``) contains a launch only if a call like this one has been checked before;
+everything that may differ between calls is checked here.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ mix = inline(hashing.mix)
 
 @inline
 def usable_record(state: int, entry: int) -> int:
-    """The block of a row, for the stream of the operation before; 0 if the launch fills the GPU and is not next in the order of
-    communicators."""
+    """Return a table entry's record with the current stream.
+
+    0 if the launch uses the whole GPU and another communicator is next in launch order.
+    """
     if load(entry + layout.LAUNCH_SATURATES) != 0 and load(
         load(state + layout.STATE_ORDER)
     ) != load(state + layout.STATE_OWN):
@@ -42,7 +46,9 @@ def usable_record(state: int, entry: int) -> int:
 
 @inline
 def find_launch(state: int, key: int, count: int, source: int, target: int) -> int:
-    """The block for a collective on blocks of ``count`` elements; 0 where Python is to do it."""
+    """Return the record of a collective on blocks of ``count`` elements; 0 if Python must handle
+    it.
+    """
     hashed = mix(mix(0, key), count)
     for probe in range(layout.PROBES):
         entry = state + layout.STATE_TABLE + table_index(hashed, probe) * layout.LAUNCH_BYTES
@@ -57,7 +63,7 @@ def find_launch(state: int, key: int, count: int, source: int, target: int) -> i
 
 @inline
 def operator_number(state: int, given: int) -> int:
-    """The number of an operator, -1 for anything else."""
+    """Return the number of an operator object; -1 for other objects."""
     for op in range(layout.NOPS):
         if load(state + layout.STATE_OPS + 8 * op) == given:
             return op
@@ -66,7 +72,7 @@ def operator_number(state: int, given: int) -> int:
 
 @inline
 def third_argument(state: int, kind: int, args: int) -> int:
-    """The number of an operator, a root, both; -1 for anything else."""
+    """Return the operator number, the root, or both packed; -1 for other objects."""
     if kind == layout.THIRD_ROOT:
         return rank_value(state, load(args + 16))
     if kind == layout.THIRD_NOTHING:
@@ -80,7 +86,7 @@ def third_argument(state: int, kind: int, args: int) -> int:
 
 @inline
 def find_collective(door: int, args: int) -> int:
-    """``args`` are (x, out, operator or root, async_op, stream), for some a root follows. 0 where Python is to do it."""
+    """Return the record for (x, out, operator or root, async_op, stream[, root]); 0 for Python."""
     state = load(door + layout.FAST_STATE)
     if (
         not is_known_type(state, load(args))
@@ -130,7 +136,7 @@ def find_collective(door: int, args: int) -> int:
 
 @inline
 def write_message(state: int, number: int, x: int, peer: int, receives: int) -> bool:
-    """Describe a message of this call, the first (0) or the second; False for what is not an everyday one."""
+    """Write message 0 or 1 of this call; False if Python must handle it."""
     message, view = (
         state + layout.STATE_CALL_MESSAGES + number * layout.MESSAGE_BYTES,
         state + layout.STATE_VIEWS + number * layout.VIEW_BYTES,
@@ -149,7 +155,7 @@ def write_message(state: int, number: int, x: int, peer: int, receives: int) -> 
 
 @inline
 def overlaps(one: int, two: int) -> bool:
-    """Whether two messages do."""
+    """Return True if the memory of two messages overlaps."""
     first, second = load(one + layout.MESSAGE_ADDRESS), load(two + layout.MESSAGE_ADDRESS)
     first_bytes = load(one + layout.MESSAGE_COUNT) * item_size(
         load(one + layout.MESSAGE_KIND) >> 32
@@ -162,7 +168,7 @@ def overlaps(one: int, two: int) -> bool:
 
 @inline
 def is_known_dtype(state: int, message: int) -> bool:
-    """Whether elements of this type can be sent."""
+    """Return True if elements of this type can be sent."""
     dtype, known = load(message + layout.MESSAGE_KIND) >> 32, False
     for place in range(layout.NDTYPES):
         known = known or load(state + layout.STATE_DTYPES + 8 * place) == dtype
@@ -171,7 +177,7 @@ def is_known_dtype(state: int, message: int) -> bool:
 
 @inline
 def same_messages(messages: int, launch: int, count: int) -> bool:
-    """Whether messages are those of a launch, but for their addresses."""
+    """Return True if messages equal those of a launch but for their addresses."""
     for offset in range(0, count * layout.MESSAGE_BYTES, layout.MESSAGE_BYTES):
         given, stored = messages + offset, launch + offset
         if load(given + layout.MESSAGE_KIND) != load(stored + layout.MESSAGE_KIND):
@@ -183,7 +189,10 @@ def same_messages(messages: int, launch: int, count: int) -> bool:
 
 @inline
 def find_messages(state: int, messages: int, count: int, signature: int) -> int:
-    """The block for ``count`` messages, which are a collective if ``signature`` is not 0; 0 where Python is to do it."""
+    """Return the record for ``count`` messages; 0 if Python must handle them.
+
+    ``signature``: of the message collective, 0 for plain messages.
+    """
     hashed = signature
     for offset in range(0, count * layout.MESSAGE_BYTES, layout.MESSAGE_BYTES):
         hashed = mix(

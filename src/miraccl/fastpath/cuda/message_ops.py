@@ -1,5 +1,8 @@
-"""Kernel source: collectives that are lists of messages (gather, scatter, those with counts), from the arguments of a call to the block of
-their launch. The messages are those of ``comm.device.uneven.transfers_of``, in its order."""
+"""Kernel source: message collectives (gather, scatter, those with counts), from arguments to
+record.
+
+The messages are those of ``runtime.gpu.uneven.transfers_of``, in its order.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ signature_of = inline(message_collectives.pack_signature)
 
 @inline
 def count_at(state: int, counts: int, place: int) -> int:
-    """A count of a list or tuple that has so many; -1 for anything else."""
+    """Return an element of a list or tuple of counts; -1 if it is not a plain non-negative int."""
     if load(counts + layout.OB_TYPE) == load(state + layout.STATE_LIST_TYPE):
         return int_value(state, PyList_GetItem(counts, place))
     return int_value(state, PyTuple_GetItem(counts, place))
@@ -35,7 +38,7 @@ def count_at(state: int, counts: int, place: int) -> int:
 
 @inline
 def length_of(state: int, counts: int) -> int:
-    """Of a list or tuple; -1 for anything else."""
+    """Return the length of a list or tuple; -1 for other objects."""
     kind = load(counts + layout.OB_TYPE)
     if kind == load(state + layout.STATE_LIST_TYPE):
         return PyList_Size(counts)
@@ -44,7 +47,10 @@ def length_of(state: int, counts: int) -> int:
 
 @inline
 def read_shares(state: int, even: int, counts: int, whole: int, shares: int) -> int:
-    """Write what each rank has of ``whole`` elements: as much as every other, or ``counts``. Their sum, -1 for what is none of these."""
+    """Write each rank's share of ``whole`` elements: equal ones, or ``counts``. Return the sum, -1
+    if
+    invalid.
+    """
     nranks, total = load(state + layout.STATE_NRANKS), 0
     if even != 0 and whole % nranks != 0:
         return -1
@@ -63,7 +69,9 @@ def read_shares(state: int, even: int, counts: int, whole: int, shares: int) -> 
 def put_message(
     state: int, number: int, receives: int, peer: int, view: int, first: int, count: int
 ) -> int:
-    """Describe a message of ``count`` elements from ``first`` on, if it has any; how many there are then."""
+    """Append a message of ``count`` elements from ``first`` on unless it is empty; return the new
+    number.
+    """
     if count == 0:
         return number
     message = state + layout.STATE_CALL_MESSAGES + number * layout.MESSAGE_BYTES
@@ -75,7 +83,7 @@ def put_message(
 
 @inline
 def is_disjoint(view: int, count: int, other: int, other_count: int) -> bool:
-    """Whether two arrays of one type do not overlap, which an empty one never does."""
+    """Return True if two arrays of one type do not overlap; empty ones never do."""
     size = item_size(data_type(view))
     if count == 0 or other_count == 0:
         return True
@@ -87,7 +95,7 @@ def is_disjoint(view: int, count: int, other: int, other_count: int) -> bool:
 
 @inline
 def is_own_block(state: int, whole: int, shares: int, part: int) -> bool:
-    """Whether ``part`` is this rank's block of ``whole``."""
+    """Return True if ``part`` is this rank's block of ``whole``."""
     first = 0
     for rank in range(load(state + layout.STATE_RANK)):
         first += load(shares + 8 * rank)
@@ -98,8 +106,11 @@ def is_own_block(state: int, whole: int, shares: int, part: int) -> bool:
 def put_messages(
     state: int, number: int, receives: int, view: int, count: int, shares: int, only: int, skip: int
 ) -> int:
-    """Describe the messages of an array: its blocks by ``shares``, 0: all of it for every rank; ``only``: for this one, if not -1; ``skip``
-    has none."""
+    """Append the messages of an array and return the new number.
+
+    ``shares``: block sizes by rank, 0: the whole array for every rank. ``only``: the only peer, or
+    -1. ``skip``: peer without a message.
+    """
     first = 0
     for peer in range(load(state + layout.STATE_NRANKS)):
         own = load(shares + 8 * peer) if shares != 0 else count
@@ -111,8 +122,10 @@ def put_messages(
 
 @inline
 def find_message_collective(entry: int, args: int) -> int:
-    """``args`` are (x, out, root, counts of x, counts of out, async_op, stream); what is of no use is not looked at. 0 where Python is to
-    do it."""
+    """Return the record for (x, out, root, x counts, out counts, async_op, stream); 0 for Python.
+
+    Arguments that the operation does not use are ignored.
+    """
     state, even = load(entry + layout.FAST_STATE), load(entry + layout.FAST_EVEN)
     if load32(load(state + layout.STATE_GROUPS)) != 0:
         return 0

@@ -1,5 +1,8 @@
-"""Kernel source: ``reduce_scatter_v``, from the arguments of a call to the blocks of its launches: one where all ranks get as much, else a
-``reduce`` for each rank that gets anything, as in ``comm.device.messages``."""
+"""Kernel source: ``reduce_scatter_v``, from the arguments to its launch records.
+
+One launch if all ranks get the same count, else one ``reduce`` per rank that gets anything, as in
+``runtime.gpu.messages``.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,10 @@ from miraccl.native.intrinsics import inline, load, load32, store
 
 @inline
 def find_reductions(entry: int, args: int) -> int:
-    """``args`` are (x, out, operator, async_op, stream, counts). The number of launches, whose blocks stand at ``STATE_BLOCKS``; 0 where
-    Python is to do it."""
+    """Find the launches for (x, out, operator, async_op, stream, counts); return their number.
+
+    The records are written to ``STATE_RECORDS``. 0 if Python must handle the call.
+    """
     state = load(entry + layout.FAST_STATE)
     if load32(load(state + layout.STATE_GROUPS)) != 0 or not has_default_options(
         state, args + 24, load(args)

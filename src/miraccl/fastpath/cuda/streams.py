@@ -1,4 +1,4 @@
-"""Kernel source: the stream of a call, and that it follows the stream of the operation before."""
+"""Kernel source: the stream of a call, ordered after the stream of the previous operation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from miraccl.native.intrinsics import (
 
 @intrinsic
 def query_stream(typingctx: Any, function: Any, device: Any, result_address: Any) -> Any:
-    """Call ``int f(int device_type, int device_id, void **stream)``, both numbers in one word as in DLDevice."""
+    """Call ``int f(int device_type, int device_id, void **stream)``; ``device`` is a DLDevice as
+    one
+    word.
+    """
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         word, half = ir.IntType(64), ir.IntType(32)
@@ -42,14 +45,16 @@ def query_stream(typingctx: Any, function: Any, device: Any, result_address: Any
 
 @inline
 def clear_exception(state: int) -> None:
-    """Forget an exception, with which the long way is to deal; not one that ends programs (``KeyboardInterrupt``)."""
+    """Clear an exception that the slow path will raise again; keep ``KeyboardInterrupt`` and the
+    like.
+    """
     if PyErr_ExceptionMatches(load(state + layout.STATE_EXCEPTION)) != 0:
         PyErr_Clear()
 
 
 @inline
 def call_stream_query(state: int, query: int) -> int:
-    """The current stream as a function of Python's says, -1 for anything else; a signal handler may raise in there."""
+    """Return the current stream from a Python function; -1 on failure."""
     if query == 0:
         return -1
     result = PyObject_Vectorcall(query, state + layout.STATE_ORDINAL, 1, 0)
@@ -61,8 +66,10 @@ def call_stream_query(state: int, query: int) -> int:
 
 @inline
 def stream_handle(state: int, value: int, array: int) -> int:
-    """The stream of a call as a number: an int of the caller's, for None the current one of the library of ``array``; -1 for anything
-    else."""
+    """Return the handle of a call's stream; -1 if it is not a plain int.
+
+    None stands for the current stream of the array's library.
+    """
     if value != load(state + layout.STATE_NONE):
         return int_value(state, value)
     if load(array + layout.OB_TYPE) == load(state + layout.STATE_ARRAY_TYPE):
@@ -84,7 +91,7 @@ def stream_handle(state: int, value: int, array: int) -> int:
 
 @inline
 def is_own_context(state: int) -> bool:
-    """Whether this thread's context is that of the communicator: default streams are those of the current one."""
+    """Return True if this thread's current context is the communicator's."""
     query = load(state + layout.STATE_GET_CONTEXT)
     if query == 0:
         return True
@@ -94,7 +101,7 @@ def is_own_context(state: int) -> bool:
 
 @inline
 def is_capturing(state: int, stream: int) -> bool:
-    """Whether a stream is captured, or may be: what a graph reads is not let go of here, nor ordered."""
+    """Return True if a stream is captured or may be."""
     if load(state + layout.STATE_IS_CAPTURING) == 0:
         return True
     store(state + layout.STATE_RESULT, 0)
@@ -106,8 +113,10 @@ def is_capturing(state: int, stream: int) -> bool:
 
 @inline
 def follow_stream(state: int, stream: int) -> bool:
-    """Make ``stream`` wait for that of the operation before, and be that from now on. Captures and groups are Python's, and so is a stream
-    of which something is held: it may be destroyed after this."""
+    """Make ``stream`` wait for the previous operation's stream and become the current one.
+
+    False if Python must do it: for captures, groups, and while owners of memory are retained.
+    """
     before, event = load(state + layout.STATE_STREAM), load(state + layout.STATE_EVENT)
     if PyList_Size(load(state + layout.STATE_RETAINED)) != 0:
         return False
@@ -131,8 +140,9 @@ def follow_stream(state: int, stream: int) -> bool:
 
 @inline
 def may_proceed(state: int, stream: int, array: int) -> bool:
-    """Whether nothing is wrong, and ``stream`` is that of the operation before, or follows it. What producers of arrays have made that one
-    wait for is waited for then, too. The first operation after a capture is Python's."""
+    """Return True if there is no error and ``stream`` is, or now follows, the previous operation's
+    stream.
+    """
     if load32(load(state + layout.STATE_ABORT)) != 0 or load(state + layout.STATE_STREAM) == -1:
         return False
     handle = stream_handle(state, stream, array)
@@ -147,7 +157,10 @@ def may_proceed(state: int, stream: int, array: int) -> bool:
 
 @inline
 def has_default_options(state: int, options: int, array: int) -> bool:
-    """Whether ``async_op`` and ``stream``, the last arguments, are as usual. ``array``: the first that the call uses."""
+    """Return True if ``async_op`` is False and the stream may be used.
+
+    ``options``: the last two arguments; ``array``: first array that the call uses.
+    """
     return load(options) == load(state + layout.STATE_FALSE) and may_proceed(
         state, load(options + 8), array
     )

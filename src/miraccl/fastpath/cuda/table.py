@@ -1,8 +1,9 @@
-"""The doors of a communicator on GPU memory, and the launches that they find.
+"""Fast calls of a communicator on GPU memory, and the table of launches that they find.
 
-A call whose launch has been prepared needs nothing of Python but the addresses of tensors and the current stream, and the type of the
-tensors tells these to compiled code: ``__dlpack_c_exchange_api__`` (DLPack 1.3; PyTorch has it from 2.10 on).  CuPy's arrays are asked for
-their attributes, all others by their protocol (``doors.kinds``).  All that is not as the last time goes the long way.
+A call whose launch has been prepared needs only the addresses of its arrays and the current stream.
+PyTorch tensors provide these to compiled code through ``__dlpack_c_exchange_api__`` (DLPack 1.3;
+PyTorch from 2.10 on), CuPy arrays through their attributes, other arrays through their protocols
+(``foreign``). All other calls take the slow path.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ _LAUNCH_WORDS = layout.LAUNCH_BYTES // 8
 
 
 def _entry(name: str) -> int:
-    """The address of a function of ``doors.call``."""
+    """Return the address of a function of ``fastpath.cuda.call``."""
     return native.library("miraccl.fastpath.cuda.call").address(native.PREFIX + name)
 
 
@@ -81,7 +82,7 @@ def _builtin(name: str, entry: str, owner: int) -> Callable[..., Any]:
 def group_builtins(
     groups: int,
 ) -> tuple[Callable[..., None], Callable[..., None], Callable[[], int]]:
-    """What begins and ends a group, and what tells whether this thread has one of this kind; ``groups`` is the address of the words."""
+    """Return (begin, end, is_compiled) of groups; ``groups`` is the address of their words."""
     return (
         _builtin("begin", "begin", groups),
         _builtin("end", "end", groups),
@@ -90,10 +91,17 @@ def group_builtins(
 
 
 class CudaFastPath:
-    """``abort`` is the address of a 32-bit word that is not 0 when calls are to go the long way; ``order`` that of a word that holds
-    ``own`` while no other communicator has filled the GPU last; ``groups`` that of the words of groups, and ``hand_over`` is called with a
-    group that has turned out to be Python's while messages of it are noted here. ``hold`` keeps objects until the GPU has come past what is
-    in a stream now."""
+    """Fast calls of one communicator, and their launches.
+
+    Args:
+        abort: Address of a 32-bit word; not 0: all calls take the slow path.
+        order: Address of a word that equals ``own`` while no other communicator used the whole GPU
+            last.
+        groups: Address of the words of groups.
+        hand_over: Called with a group that Python must handle while messages of it are collected
+            here.
+        retain: Keeps objects alive until the GPU has completed the current work of a stream.
+    """
 
     def __init__(
         self,
@@ -171,7 +179,7 @@ class CudaFastPath:
 
     @property
     def stream(self) -> int:
-        """Of the last operation, as the driver's number; -1 before the first."""
+        """Stream handle of the last operation; -1 before the first."""
         return int(self._state[layout.STATE_STREAM // 8])
 
     @stream.setter
@@ -182,12 +190,12 @@ class CudaFastPath:
 
     @property
     def only_default_stream(self) -> bool:
-        """Whether all operations were in the (legacy) default stream, which is never captured: so no graph brings any again."""
+        """True if all operations were in the legacy default stream, so no graph can replay any."""
         return not self._state[layout.STATE_OTHER_STREAMS // 8]
 
     @property
     def captured(self) -> bool:
-        """Whether that stream was captured when an operation came to it that went the long way."""
+        """True if the stream was being captured at its last operation on the slow path."""
         return bool(self._state[layout.STATE_CAPTURED // 8])
 
     @captured.setter
@@ -197,9 +205,10 @@ class CudaFastPath:
     def fast_call(
         self, name: str, fallback: FastCall | None = None, *, collects: bool = False
     ) -> FastCall:
-        """The builtin for an operation (``doors.call`` has the arguments); calls that it does not take go to ``following``.
+        """Return the builtin of an operation (arguments: ``fastpath.cuda.call``).
 
-        ``notes``: while a group is open it notes sends and receives.
+        ``fallback``: handles the calls that the builtin does not. ``collects``: collect sends and
+        receives while a group is open.
         """
         entry, words = (
             ("collective", self._collective_words(name))
@@ -229,13 +238,13 @@ class CudaFastPath:
     # ---- what is looked at
 
     def detect_array_types(self) -> None:
-        """Look at tensors and arrays of libraries that are there by now."""
+        """Enable reading of tensors and arrays of the libraries imported by now."""
         for name in [name for name in self._undetected if name in sys.modules]:
             if self._undetected[name](sys.modules[name]):
                 del self._undetected[name]
 
     def _detect_torch(self, torch: Any) -> bool:
-        """False while it is not known yet what PyTorch offers."""
+        """Enable PyTorch tensors; False while PyTorch is not fully imported."""
         kind = getattr(torch, "Tensor", None)
         capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
         if type(capsule).__name__ == "PyCapsule":
@@ -253,7 +262,7 @@ class CudaFastPath:
         return kind is not None
 
     def _detect_cupy(self, cupy: Any) -> bool:
-        """The same of CuPy."""
+        """Enable CuPy arrays; False while CuPy is not fully imported."""
         kind = getattr(cupy, "ndarray", None)
         if kind is not None and all(
             hasattr(kind, name) for name in layout.NAMES[: layout.NAMES.index("ptr")]
@@ -265,7 +274,7 @@ class CudaFastPath:
         return kind is not None
 
     def add_foreign_types(self, kinds: dict[type, ArrayProtocol]) -> None:
-        """Look at arrays of these types, too, as many as there is room for; none that was there before is missing."""
+        """Enable reading of further types, as many as fit; ``kinds`` only grows between calls."""
         if len(kinds) == len(self._foreign_types):
             return
         for kind, how in list(
@@ -281,13 +290,16 @@ class CudaFastPath:
                     self._write(row + place, word)
 
     def set_driver_functions(self, pointer_attribute: int, is_capturing: int) -> None:
-        """Addresses of cuPointerGetAttribute and cuStreamIsCapturing."""
+        """Set the addresses of cuPointerGetAttribute and cuStreamIsCapturing."""
         self._write(layout.STATE_POINTER_ATTRIBUTE, pointer_attribute)
         self._write(layout.STATE_IS_CAPTURING, is_capturing)
 
     def enable_stream_switches(self, event: int, functions: Sequence[int], context: int) -> None:
-        """Take calls in another stream than the one before as well, which waits for that by ``event``, where ``context`` is current;
-        ``functions`` are addresses of cuEventRecord, cuStreamWaitEvent and cuCtxGetCurrent."""
+        """Handle calls in a stream other than the previous one, which waits for that by ``event``.
+
+        ``functions``: addresses of cuEventRecord, cuStreamWaitEvent and cuCtxGetCurrent;
+        ``context``: context that must be current.
+        """
         for where, value in zip(
             (layout.STATE_EVENT_RECORD, layout.STATE_STREAM_WAIT, layout.STATE_GET_CONTEXT),
             functions,
@@ -298,26 +310,26 @@ class CudaFastPath:
         self._write(layout.STATE_EVENT, event)
 
     def set_stream_query(self, ask: Callable[[int], int]) -> None:
-        """How the current stream is found, where the types of arrays do not tell."""
+        """Set the function that returns the current stream if the array type does not provide it."""
         self._keep_alive.append(ask)
         self._write(layout.STATE_QUERY_STREAM, id(ask))
 
     def set_cupy_stream_query(self, ask: Callable[[int], int]) -> None:
-        """How CuPy's current stream is found, which is that of its arrays."""
+        """Set the function that returns CuPy's current stream."""
         self._keep_alive.append(ask)
         self._write(layout.STATE_QUERY_CUPY_STREAM, id(ask))
 
     def set_cpu_plan_word(self, word: int) -> None:
-        """Set the word at this address to 0 with each operation that goes through a door."""
+        """Set the address of a word that each fast call resets to 0."""
         self._write(layout.STATE_CPU_PLAN, word)
 
     def close(self) -> None:
-        """Take no calls any more; the words that were given may be freed."""
+        """Handle no more calls; the words passed to the constructor may be freed."""
         self._write(layout.STATE_ABORT, self._address + layout.STATE_CLOSED)
         self._drop(list(self._launches))
 
     def release(self) -> None:
-        """Let go of what launches read, once they have."""
+        """Hand the retained owners to ``retain``, which releases them when the GPU has finished."""
         if self.retained:
             self._retain(self.retained.copy(), int(self._state[layout.STATE_RETAINED_STREAM // 8]))
             self.retained.clear()
@@ -326,15 +338,20 @@ class CudaFastPath:
     # ---- groups
 
     def mark_collective(self, signature: int, count: int) -> bool:
-        """Let the messages that are noted be launched as a collective; False if they are not ``count``, and nothing has happened."""
+        """Launch the collected messages as a collective; False, without effect, if they are not
+        ``count``.
+        """
         if self._state[layout.STATE_COLLECTED // 8] != count:
             return False
         self._write(layout.STATE_COLLECTED_SIGNATURE, signature)
         return True
 
     def pop_collected(self) -> tuple[int, list[tuple[Any, int, bool]], int]:
-        """(stream, what was noted: array, peer, whether it is received; signature of the collective that it is, if any); nothing is noted
-        any more."""
+        """Return and clear the collected messages.
+
+        Returns:
+            (stream, [(array, peer, is received)], signature of the collective or 0).
+        """
         arrays, words = (
             self._collected_arrays.copy(),
             self._state[layout.STATE_COLLECTED_MESSAGES // 8 :: layout.MESSAGE_BYTES // 8],
@@ -367,7 +384,9 @@ class CudaFastPath:
         launch: Launch,
         saturates_gpu: bool,
     ) -> None:
-        """Enter a launch for blocks of ``count`` elements; ``fills``: it may take the whole GPU."""
+        """Enter a launch for blocks of ``count`` elements; ``saturates_gpu``: it may use the whole
+        GPU.
+        """
         if collective not in BLOCK_LAYOUTS or dtype not in DL_DTYPES:
             return
         if collective.reduces and not isinstance(op, RedOp):  # with a scalar of its own
@@ -389,8 +408,11 @@ class CudaFastPath:
         saturates_gpu: bool,
         signature: int = 0,
     ) -> None:
-        """Enter a launch for messages like these; ``places`` are where their addresses belong, ``signature`` is that of the collective that
-        they are, if any."""
+        """Enter a launch for messages of these sizes.
+
+        ``positions``: locations of the messages' addresses in the argument; ``signature``: of the
+        message collective, or 0.
+        """
         dtypes = [DType(message.code) for message in messages]
         if len(messages) > layout.MAX_MESSAGES or any(dtype not in DL_DTYPES for dtype in dtypes):
             return
@@ -405,7 +427,7 @@ class CudaFastPath:
         )
 
     def has_template(self, messages: Sequence[P2pMessage], signature: int = 0) -> bool:
-        """Whether there is a launch into which the sizes of messages like these can be written, or can be none."""
+        """Return True if there is a template for messages like these, or there can be none."""
         whats = _message_kinds(messages)
         if len(messages) > layout.MAX_MESSAGES or not all(whats):
             return True
@@ -432,8 +454,12 @@ class CudaFastPath:
         launch: Launch,
         signature: int = 0,
     ) -> None:
-        """Enter a launch for messages like these of any size, plain ones or a collective of any signature: one of its own, whose
-        ``argument`` (an address) is ``lowered``'s."""
+        """Enter a launch for messages like these of any size, plain or of a collective of any
+        signature.
+
+        ``argument``: address of the launch's argument, lowered as ``lowered``; the launch is used
+        for nothing else.
+        """
         if not messages:
             return
         queue_of = {
@@ -480,7 +506,7 @@ class CudaFastPath:
         )
 
     def _candidates(self, key: int, count: int) -> list[int]:
-        """The words at which the rows begin in which a launch may stand."""
+        """Return the word indices of the table entries in which a launch may be."""
         hashed = mix(mix(0, key), count)
         return [
             (layout.STATE_TABLE + layout.table_index(hashed, probe) * layout.LAUNCH_BYTES) // 8
@@ -496,7 +522,7 @@ class CudaFastPath:
         messages: Any,
         signature: int = 0,
     ) -> None:
-        """An older entry in the places of a new one is replaced."""
+        """Insert a launch; it replaces an older one if all its candidate entries are occupied."""
         if not launch.record:
             return
         rows = self._candidates(key, count)
@@ -515,7 +541,7 @@ class CudaFastPath:
             self._state[row + number] = word
 
     def _record_at(self, row: int) -> int:
-        """Of a row that begins at this word; 0 if it is free."""
+        """Return the record of the table entry at a word index; 0 if the entry is free."""
         return int(self._state[row + layout.LAUNCH_RECORD // 8])
 
     def remove_collectives(self) -> None:
@@ -527,7 +553,7 @@ class CudaFastPath:
         )
 
     def _drop(self, blocks: Sequence[int]) -> None:
-        """Drop the launches with these blocks."""
+        """Remove the launches with these records."""
         gone = set(blocks)
         for row in range(layout.STATE_TABLE // 8, layout.STATE_BYTES // 8, _LAUNCH_WORDS):
             if self._record_at(row) in gone:
@@ -539,22 +565,24 @@ class CudaFastPath:
 
     @property
     def last(self) -> Launch | None:
-        """The launch of the last operation, if that went through a door."""
+        """Launch of the last operation, if it was a fast call."""
         found = self._launches.get(int(self._state[layout.STATE_LAST_RECORD // 8]))
         return None if found is None else found[0]
 
     def _raise(self, code: int) -> None:
-        """From a door, where a launch failed with others before it."""
+        """Raise the error of a launch that failed after others of its call; called by compiled
+        code.
+        """
         assert self.last is not None
         self.last.check(code)
 
     def clear_last(self) -> None:
-        """The last operation did not go through a door."""
+        """Note that the last operation took the slow path."""
         self._write(layout.STATE_LAST_RECORD, 0)
 
 
 def _message_kinds(messages: Sequence[P2pMessage]) -> list[int]:
-    """What messages are, but for their sizes; 0 for a type that doors do not know."""
+    """Return the kinds of messages; 0 for a type that fast calls do not know."""
     return [
         layout.message_kind(int(m.receives), m.peer, DL_DTYPES[DType(m.code)])
         if DType(m.code) in DL_DTYPES

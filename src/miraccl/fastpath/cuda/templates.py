@@ -1,5 +1,8 @@
-"""Kernel source: the launch for messages whose sizes no call before had, from one of the same shape: what ``executor.cuda.messages`` makes
-of sizes, written into its argument."""
+"""Kernel source: launch record for messages of new sizes, from a template with the same kinds.
+
+Computes from the sizes the same values as ``executor.cuda.messages`` and writes them into the
+argument.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def matches_template(messages: int, count: int, signature: int, template: int) -
 
 @inline
 def assign_warp_queues(messages: int, count: int, template: int) -> int:
-    """Note how many lanes each queue has; bytes of all messages, -1 for what is left to Python."""
+    """Write the warp queues of each peer queue; return the bytes of all messages, -1 for Python."""
     rows = template + layout.TEMPLATE_BYTES
     queues, total = rows + count * layout.TEMPLATE_MESSAGE_BYTES, 0
     for number in range(load(template + layout.TEMPLATE_QUEUES)):
@@ -85,7 +88,9 @@ def assign_warp_queues(messages: int, count: int, template: int) -> int:
 
 @inline
 def write_launch(messages: int, count: int, signature: int, template: int, config: int) -> None:
-    """Lanes into the records of queues, sizes and addresses into those of messages, the grid into the configuration."""
+    """Write warp queues, sizes and addresses into the argument, and the grid into the
+    configuration.
+    """
     if signature != 0:
         store(load(template + layout.TEMPLATE_SIGNATURE), signature)
     rows = template + layout.TEMPLATE_BYTES
@@ -116,7 +121,7 @@ def write_launch(messages: int, count: int, signature: int, template: int, confi
 
 @inline
 def find_template(state: int, messages: int, count: int, signature: int) -> int:
-    """The block for messages of a shape that has been launched before; 0 where Python is to do it."""
+    """Return the record for messages of these kinds and any size; 0 if Python must handle them."""
     hashed = 1 if signature != 0 else 0
     for number in range(count):
         hashed = mix(hashed, load(messages + number * layout.MESSAGE_BYTES + layout.MESSAGE_KIND))

@@ -1,5 +1,6 @@
-"""Kernel source: what doors see of PyTorch's tensors, through the functions that their type offers to compiled code (DLPack 1.3, "C
-Exchange API"), and of numbers."""
+"""Kernel source: reading PyTorch tensors through their C exchange API (DLPack 1.3), and Python
+ints.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ MIN_ADDRESS = 1 << 16
 
 
 def _emit_call(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-    """The C function at the first address, which takes the words that follow and returns an int."""
+    """Emit a call of the C function at the first address, which takes words and returns an int."""
     word = ir.IntType(64)
     kind = ir.FunctionType(ir.IntType(32), [word] * (len(args) - 1))
     return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:]), word)
@@ -24,25 +25,25 @@ def _emit_call(context: Any, builder: Any, sig: Any, args: Any) -> Any:
 
 @intrinsic
 def call_int4(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """Call the C function at an address with four words; it returns an int of 32 bits (the driver, PyTorch's functions for DLPack)."""
+    """Call the C function at an address with four words; it returns a 32-bit int."""
     return I64(I64, I64, I64, I64, I64), _emit_call
 
 
 @intrinsic
 def call_int2(typingctx: Any, function: Any, a: Any, b: Any) -> Any:
-    """The same with two words."""
+    """Call the C function at an address with two words; it returns a 32-bit int."""
     return I64(I64, I64, I64), _emit_call
 
 
 @intrinsic
 def call_int3(typingctx: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
-    """The same with three words."""
+    """Call the C function at an address with three words; it returns a 32-bit int."""
     return I64(I64, I64, I64, I64), _emit_call
 
 
 @intrinsic
 def call_builtin(typingctx: Any, function: Any, owner: Any, args: Any, nargs: Any) -> Any:
-    """Call the C function of a builtin; its result is an object."""
+    """Call the C function of a builtin; it returns an object."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         word = ir.IntType(64)
@@ -55,7 +56,9 @@ def call_builtin(typingctx: Any, function: Any, owner: Any, args: Any, nargs: An
 
 @inline
 def view_tensor(state: int, tensor: int, view: int) -> int:
-    """Look at a tensor on this GPU that is contiguous, and write at ``view`` what it is; its elements, -1 for anything else."""
+    """Write the view of a contiguous tensor on this GPU at ``view``; return its elements, -1 for
+    others.
+    """
     if call_int2(load(state + layout.STATE_VIEW), tensor, view) != 0:
         PyErr_Clear()
         return -1
@@ -64,13 +67,13 @@ def view_tensor(state: int, tensor: int, view: int) -> int:
 
 @inline
 def is_valid_address(memory: int, count: int) -> bool:
-    """Whether so many elements may lie at an address."""
+    """Return True if ``count`` elements may be at an address."""
     return memory >= MIN_ADDRESS or count == 0
 
 
 @inline
 def tensor_count(state: int, view: int) -> int:
-    """Elements of a DLTensor on this GPU that is contiguous; -1 for anything else."""
+    """Return the elements of a contiguous DLTensor on this GPU; -1 for others."""
     if load(view + layout.DL_DEVICE) != load(state + layout.STATE_DEVICE):
         return -1
     shape, strides, count = load(view + layout.DL_SHAPE), load(view + layout.DL_STRIDES), 1
@@ -89,13 +92,13 @@ def address(view: int) -> int:
 
 @inline
 def data_type(view: int) -> int:
-    """A DLDataType as a number."""
+    """Return the DLDataType of a view as a number."""
     return load32(view + layout.DL_DTYPE) & 0xFFFFFFFF
 
 
 @inline
 def int_value(state: int, value: int) -> int:
-    """An int that is not negative, -1 for anything else."""
+    """Return the value of a non-negative int object; -1 for other objects."""
     if load(value + layout.OB_TYPE) != load(state + layout.STATE_INT_TYPE):
         return -1
     number = PyLong_AsLong(value)
@@ -106,6 +109,6 @@ def int_value(state: int, value: int) -> int:
 
 @inline
 def rank_value(state: int, value: int) -> int:
-    """An int that is a rank, -1 for anything else."""
+    """Return the value of an int object that is a rank; -1 for other objects."""
     number = int_value(state, value)
     return number if number < load(state + layout.STATE_NRANKS) else -1

@@ -1,4 +1,4 @@
-"""Kernel source: a door looks at an array of any type that it knows, and lets go of what it held for that."""
+"""Kernel source: reading an array of any known type, and releasing what its view owned."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from miraccl.native.intrinsics import (
 
 @inline
 def is_known_type(state: int, array: int) -> bool:
-    """Whether arrays of this type may be looked at: cheap, for calls on CPU memory, which come here first."""
+    """Return True if arrays of this type can be read."""
     kind = load(array + layout.OB_TYPE)
     return (
         kind == load(state + layout.STATE_TYPE)
@@ -32,9 +32,9 @@ def is_known_type(state: int, array: int) -> bool:
 
 @inline
 def element_count(state: int, array: int, view: int) -> int:
-    """Look at a tensor or array on this GPU that is contiguous: its elements, -1 for anything else.
+    """Write the view of a contiguous array on this GPU; return its elements, -1 for others.
 
-    Its stream is that of the operation before, which whoever calls this has made sure of.
+    The caller has made sure that its stream is the current one.
     """
     if load(state + layout.STATE_BUSY) != 0:
         return -1
@@ -54,7 +54,7 @@ def element_count(state: int, array: int, view: int) -> int:
 
 @inline
 def has_owners(state: int) -> bool:
-    """Whether an array of this call is to be held until the GPU has come past the operation."""
+    """Return True if an array of this call must outlive the operation on the GPU."""
     return (
         load(state + layout.STATE_VIEWS + layout.VIEW_OWNER)
         | load(state + layout.STATE_VIEWS + layout.VIEW_BYTES + layout.VIEW_OWNER)
@@ -63,7 +63,7 @@ def has_owners(state: int) -> bool:
 
 @inline
 def release_retained(state: int) -> bool:
-    """Have Python let go of what is held, in time; False where it raises."""
+    """Let Python release the retained owners in time; False on a Python exception."""
     result = PyObject_Vectorcall(load(state + layout.STATE_RELEASE), 0, 0, 0)
     if result != 0:
         Py_DecRef(result)
@@ -72,7 +72,7 @@ def release_retained(state: int) -> bool:
 
 @inline
 def retain(state: int, owner: int, nbytes: int) -> bool:
-    """Hold a capsule, whose launch is in the stream of the operation before."""
+    """Retain a capsule whose launch is in the current stream; False on a Python exception."""
     retained, stream = load(state + layout.STATE_RETAINED), load(state + layout.STATE_STREAM)
     if (
         load(state + layout.STATE_RETAINED_STREAM) != stream
@@ -87,7 +87,7 @@ def retain(state: int, owner: int, nbytes: int) -> bool:
 
 @inline
 def limit_retained(state: int) -> bool:
-    """Not to hold too much for long; False where Python is to raise."""
+    """Release the retained owners if they are many or large; False on a Python exception."""
     full = (
         PyList_Size(load(state + layout.STATE_RETAINED)) >= layout.MAX_RETAINED
         or load(state + layout.STATE_RETAINED_BYTES) >= layout.MAX_RETAINED_BYTES
@@ -97,9 +97,10 @@ def limit_retained(state: int) -> bool:
 
 @inline
 def finish_call(state: int, code: int) -> bool:
-    """At the end of a call: hold what its launch reads, let go of what nothing was done with. False where Python is to raise.
+    """End a call: retain the owners that its launch reads, release the others; False on an
+    exception.
 
-    What cannot be held stays for good.
+    Owners that cannot be retained are leaked, so they stay valid.
     """
     if not has_owners(state) or load(state + layout.STATE_BUSY) != 0:
         return code != layout.NOT_HANDLED or PyErr_Occurred() == 0
