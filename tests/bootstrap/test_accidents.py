@@ -33,7 +33,7 @@ from miraccl.wire import framing
 from miraccl.wire.auth import NONCE_BYTES, Challenge, Handshake, Hello
 from miraccl.wire.framing import MAX_FRAME_BYTES, FrameReader, decode, encode, encode_frame
 from tests.bootstrap.kit import PATIENCE, in_threads, job, told_at_the_deadline, until
-from tests.support.fault_injection import PARTIAL, Sweep, few_descriptors, open_files
+from tests.support.fault_injection import PARTIAL, FaultSweep, limit_descriptors, open_files
 
 #: Accidents that pass: the ranks meet all the same.
 PASSING = {
@@ -82,12 +82,12 @@ def nothing_is_left(caplog):
 
 
 def test_ranks_meet_through_accidents_that_pass(monkeypatch, nothing_is_left):
-    for accident in Sweep(monkeypatch).accidents(PASSING, _job_with):
+    for accident in FaultSweep(monkeypatch).faults(PASSING, _job_with):
         assert _job_with(accident) == ["done", "done"], accident
 
 
 def test_ranks_are_told_of_accidents_that_end_a_job(monkeypatch, nothing_is_left):
-    for accident in Sweep(monkeypatch).accidents(ENDING, _job_with):
+    for accident in FaultSweep(monkeypatch).faults(ENDING, _job_with):
         for result in _job_with(
             accident, 0.5
         ):  # of which a rank that has lost a hub that is gone uses all
@@ -136,7 +136,7 @@ def test_a_hub_that_cannot_be_opened_leaves_nothing(monkeypatch, nothing_is_left
         "epoll": [errno.EMFILE],
         "thread": [errno.EAGAIN],
     }
-    for accident in Sweep(monkeypatch).accidents(plan, scenario):
+    for accident in FaultSweep(monkeypatch).faults(plan, scenario):
         with (
             accident,
             pytest.raises(SystemFailure, match=r"Too many open files|can't start new thread"),
@@ -149,7 +149,7 @@ def test_a_host_that_stays_short_of_descriptors_is_named_at_the_deadline(nothing
     told = []
     with root:
         for more in range(8):  # the rank needs 4, and the hub one
-            with few_descriptors(more), pytest.raises(MiracclError) as caught:
+            with limit_descriptors(more), pytest.raises(MiracclError) as caught:
                 connect(unique_id, 0, 2, 0.1)
             told.append("Too many open files" in str(caught.value))
     assert told[:2] == [True, True]

@@ -20,12 +20,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK_PROGRAMS = Path(__file__).resolve().parent / "programs"
-_WORD = "LAUNCHER_TEST_JOB"
-_PATIENCE_S = 30.0  # for processes that have been told to end
+_MARKER = "LAUNCHER_TEST_JOB"
+_EXIT_TIMEOUT_S = 30.0  # for processes that have been told to end
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class CompletedJob:
     """What a command said and how it ended."""
 
     status: int
@@ -37,12 +37,12 @@ def run_together(
     commands: Sequence[Sequence[str]],
     environments: Sequence[Mapping[str, str]],
     timeout: float = 90.0,
-) -> list[Ended]:
+) -> list[CompletedJob]:
     """Run the commands at the same time, each with its additions to the environment; ``AssertionError`` when they take too long."""
     word = secrets.token_hex(8)
     base = {
         **os.environ,
-        _WORD: word,
+        _MARKER: word,
         "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
         "OMP_NUM_THREADS": "1",
     }
@@ -58,20 +58,20 @@ def run_together(
         ended = []
         for process in started:
             stdout, stderr = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-            ended.append(Ended(status=process.returncode, stdout=stdout, stderr=stderr))
+            ended.append(CompletedJob(status=process.returncode, stdout=stdout, stderr=stderr))
     except subprocess.TimeoutExpired as error:
-        _end(word, patience=0)
-        told = [process.communicate(timeout=_PATIENCE_S) for process in started]
+        _kill_marked(word, timeout=0)
+        told = [process.communicate(timeout=_EXIT_TIMEOUT_S) for process in started]
         raise AssertionError(f"not ended after {timeout} s: {commands}\n{told}") from error
-    left = _end(word)
+    left = _kill_marked(word)
     assert not left, f"processes were left behind: {left}"
     return ended
 
 
-def _end(word: str, patience: float = _PATIENCE_S) -> list[int]:
+def _kill_marked(word: str, timeout: float = _EXIT_TIMEOUT_S) -> list[int]:
     """Kill, by pid, all processes that carry the word and do not end in time; gives their pids."""
-    limit = time.monotonic() + patience
-    while (left := list(_carriers(word))) and time.monotonic() < limit:
+    limit = time.monotonic() + timeout
+    while (left := list(_marked_processes(word))) and time.monotonic() < limit:
         time.sleep(0.05)
     for pid in left:
         with suppress(ProcessLookupError):
@@ -79,8 +79,8 @@ def _end(word: str, patience: float = _PATIENCE_S) -> list[int]:
     return left
 
 
-def _carriers(word: str) -> Iterator[int]:
-    needle = f"{_WORD}={word}".encode()
+def _marked_processes(word: str) -> Iterator[int]:
+    needle = f"{_MARKER}={word}".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:

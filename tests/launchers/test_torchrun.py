@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')")
 
-from tests.launchers.jobs import RANK_PROGRAMS, Ended, free_port, run_together, torchrun
+from tests.launchers.jobs import RANK_PROGRAMS, CompletedJob, free_port, run_together, torchrun
 from tests.support.warm_python import TORCH, warm_python
 
 pytestmark = pytest.mark.multiprocess
@@ -34,7 +34,7 @@ def static(port: int, *more: str, local_ranks: int = NRANKS) -> list[str]:
     ]
 
 
-def run(*commands: Sequence[str]) -> list[Ended]:
+def run(*commands: Sequence[str]) -> list[CompletedJob]:
     ended = run_together(commands, [{}] * len(commands))
     for one in ended:
         assert one.status == 0, one.stderr

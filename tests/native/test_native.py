@@ -24,7 +24,7 @@ from miraccl import native
 from miraccl.errors import SystemFailure
 from miraccl.native import atomics, cache
 from miraccl.native.intrinsics import PyLong_AsLong, PyLong_FromLong, load
-from tests.support.fault_injection import few_descriptors
+from tests.support.fault_injection import limit_descriptors
 
 LIBRARIES = (
     "miraccl.native.words",
@@ -218,7 +218,7 @@ def test_no_descriptor_for_compiled_code_is_a_system_failure(
     monkeypatch.setattr(native, "_loaded", {})
     monkeypatch.setattr(native, "_cached_key", native._key)
     with (
-        few_descriptors(0),
+        limit_descriptors(0),
         pytest.raises(SystemFailure, match=r"words cannot be loaded: Too many open files"),
     ):
         native.library("miraccl.native.words")

@@ -30,18 +30,18 @@ PARTIAL = 0
 """In place of an error: the call moves one byte."""
 
 
-class Sweep:
+class FaultSweep:
     """Patches the calls for the rest of the test; without an accident they do what they always do."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._accident: tuple[str, int, int] | None = None
+        self._fault: tuple[str, int, int] | None = None
         self._patch(patch)
 
-    def accidents(
+    def faults(
         self, plan: Mapping[str, Sequence[int]], scenario: Callable[[], object]
-    ) -> Iterator[Accident]:
+    ) -> Iterator[InjectedFault]:
         """One for each call of these kinds that ``scenario`` makes, and each error."""
         self.set(None)
         scenario()
@@ -50,23 +50,23 @@ class Sweep:
         for kind, errors in plan.items():
             for error in errors:
                 for number in range(1, counts[kind] + 1):
-                    yield Accident(self, kind, number, error)
+                    yield InjectedFault(self, kind, number, error)
 
-    def set(self, accident: tuple[str, int, int] | None) -> None:
+    def set(self, fault: tuple[str, int, int] | None) -> None:
         with self._lock:
             self._counts.clear()
-            self._accident = accident
+            self._fault = fault
 
-    def happens(self, kind: str) -> int | None:
+    def next_fault(self, kind: str) -> int | None:
         """The error of the call that is being made, or none."""
         with self._lock:
             self._counts[kind] += 1
-            if self._accident is not None and self._accident[:2] == (kind, self._counts[kind]):
-                return self._accident[2]
+            if self._fault is not None and self._fault[:2] == (kind, self._counts[kind]):
+                return self._fault[2]
         return None
 
     def check(self, kind: str) -> None:
-        problem = self.happens(kind)
+        problem = self.next_fault(kind)
         if problem is not None:
             raise OSError(problem, os.strerror(problem))
 
@@ -82,7 +82,7 @@ class Sweep:
                 super().__init__(family, type, proto, fileno)
 
             def accept(self) -> tuple[socket.socket, Any]:
-                problem = sweep.happens("accept")
+                problem = sweep.next_fault("accept")
                 if problem is not None:
                     if problem == errno.ECONNABORTED:  # it leaves the queue
                         super().accept()[0].close()
@@ -90,7 +90,7 @@ class Sweep:
                 return super().accept()
 
             def connect_ex(self, address: Any) -> int:
-                return sweep.happens("connect") or super().connect_ex(address)
+                return sweep.next_fault("connect") or super().connect_ex(address)
 
             def getpeername(self) -> Any:
                 sweep.check("getpeername")
@@ -116,7 +116,7 @@ class Sweep:
 
             def _allowed(self, kind: str, size: int) -> int:
                 """How many bytes may move."""
-                problem = sweep.happens(kind)
+                problem = sweep.next_fault(kind)
                 if problem == errno.ECONNRESET:
                     self.shutdown(socket.SHUT_RDWR)
                 if problem:
@@ -131,7 +131,7 @@ class Sweep:
             return make
 
         def start_thread(thread: threading.Thread) -> None:
-            if thread.name.startswith("miraccl") and sweep.happens("thread") is not None:
+            if thread.name.startswith("miraccl") and sweep.next_fault("thread") is not None:
                 raise RuntimeError("can't start new thread")
             start(thread)
 
@@ -143,17 +143,17 @@ class Sweep:
         patch.setattr(threading.Thread, "start", start_thread)
 
 
-class Accident:
+class InjectedFault:
     """A context in which it happens."""
 
-    def __init__(self, sweep: Sweep, kind: str, number: int, error: int) -> None:
+    def __init__(self, sweep: FaultSweep, kind: str, number: int, error: int) -> None:
         self._sweep, self._what = sweep, (kind, number, error)
 
     def __repr__(self) -> str:
         kind, number, error = self._what
         return f"{errno.errorcode.get(error, 'one byte')} in call {number} of {kind}"
 
-    def __enter__(self) -> Accident:
+    def __enter__(self) -> InjectedFault:
         self._sweep.set(self._what)
         return self
 
@@ -167,7 +167,7 @@ class Accident:
 
 
 @contextlib.contextmanager
-def few_descriptors(count: int) -> Iterator[None]:
+def limit_descriptors(count: int) -> Iterator[None]:
     """Inside the block this process can open ``count`` more files, and no more."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = {int(line.split()[0]) for line in open_files()}

@@ -23,7 +23,7 @@ ALWAYS = (
     "numpy.testing",
     "encodings.idna",
 )
-APART = "tests.interop."  # with JAX and its like, which begin threads and are not for ranks of other tests
+NOT_PRELOADED = "tests.interop."  # with JAX and its like, which begin threads and are not for ranks of other tests
 _LENGTH = struct.Struct("<Q")
 
 
@@ -36,7 +36,7 @@ def _run_target(context: RankContext, module: str, function: str, args: tuple[An
 
 def _import(module: str) -> None:
     """Once, before ranks are forked: it takes longer than most of what they do. If it fails, they try it, too, and tell."""
-    if module not in sys.modules and not module.startswith(APART):
+    if module not in sys.modules and not module.startswith(NOT_PRELOADED):
         with contextlib.suppress(Exception):
             importlib.import_module(module)
         gc.collect()

@@ -38,7 +38,9 @@ from tests.support.warm_python import TORCH
 
 ROOT = Path(__file__).resolve().parents[2]
 _LENGTH = struct.Struct("<Q")
-_SPARE = 15.0  # seconds beyond the deadline of a run in which the server itself must answer
+_SERVER_TIMEOUT_S = (
+    15.0  # seconds beyond the deadline of a run in which the server itself must answer
+)
 
 
 class _Server:
@@ -58,7 +60,7 @@ class _Server:
         body = pickle.dumps(request)
         self._process.stdin.write(_LENGTH.pack(len(body)) + body)
         self._process.stdin.flush()
-        limit = request["timeout"] + _SPARE
+        limit = request["timeout"] + _SERVER_TIMEOUT_S
         try:
             (length,) = _LENGTH.unpack(self._read(_LENGTH.size, limit))
             outcomes: list[RankOutcome] = pickle.loads(self._read(length, limit))

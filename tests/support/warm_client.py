@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 
-_PASSED_ON = (
+_FORWARDED = (
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGHUP,
@@ -40,13 +40,13 @@ def main() -> None:
         "words": words[1:],
     }
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
         server.connect(path)
         socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
         pid = int(server.recv(64))
-        for number in _PASSED_ON:
+        for number in _FORWARDED:
             signal.signal(number, lambda number, _: os.kill(pid, number))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
         status = int(server.recv(64))
     if status < 0:
         if -status != signal.SIGKILL:

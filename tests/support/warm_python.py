@@ -28,7 +28,7 @@ TORCH = (
     "torch.distributed.launcher.api",
     "miraccl.torch",
 )
-_PATIENCE_S = 100.0  # for the first compilation on a machine
+_START_TIMEOUT_S = 100.0  # for the first compilation on a machine
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def warm_python(*modules: str) -> str:
     atexit.register(server.kill)
     assert server.stdout is not None
     if (
-        not select.select([server.stdout], [], [], _PATIENCE_S)[0]
+        not select.select([server.stdout], [], [], _START_TIMEOUT_S)[0]
         or server.stdout.readline() != b"ready\n"
     ):
         server.kill()

@@ -29,7 +29,7 @@ ALWAYS = (
     "miraccl.tools.perf.device_ranks",
     "miraccl.runtime.multinode.communicator",
 )
-MOST = 128 << 10  # bytes of a request, which is one packet
+MAX_REQUEST_BYTES = 128 << 10  # bytes of a request, which is one packet
 
 
 def _reap(*_: Any) -> None:
@@ -50,14 +50,14 @@ def _serve(listener: socket.socket) -> dict[str, Any]:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         die_with_parent(me)
         listener.close()
-        body, streams, *_ = socket.recv_fds(connection, MOST, 3)
+        body, streams, *_ = socket.recv_fds(connection, MAX_REQUEST_BYTES, 3)
         if len(streams) < 3:
             os._exit(1)
         keeper = os.getpid()
         if pid := os.fork():
             for fd in streams:
                 os.close(fd)
-            _keep(connection, pid)
+            _supervise(connection, pid)
         die_with_parent(keeper)
         connection.close()
         os.setsid()
@@ -68,7 +68,7 @@ def _serve(listener: socket.socket) -> dict[str, Any]:
         return request
 
 
-def _keep(connection: socket.socket, pid: int) -> None:
+def _supervise(connection: socket.socket, pid: int) -> None:
     pidfd = os.pidfd_open(pid)
     with contextlib.suppress(OSError):
         connection.sendall(b"%d" % pid)
@@ -82,7 +82,7 @@ def _keep(connection: socket.socket, pid: int) -> None:
     os._exit(0)
 
 
-def _become(request: dict[str, Any]) -> None:
+def _run_program(request: dict[str, Any]) -> None:
     """Run a program as ``python [-u] [-m] NAME WORDS...`` does."""
     ours = set(os.environ.get("PYTHONPATH", "").split(os.pathsep))
     os.environ.clear()
@@ -112,7 +112,7 @@ def _run(request: dict[str, Any]) -> NoReturn:
     """Ends as Python does, but that nothing is taken to pieces: that takes longer than most of the programs."""
     status: Any = 0
     try:
-        _become(request)
+        _run_program(request)
     except SystemExit as end:
         status = end.code
     except BaseException:

@@ -17,7 +17,7 @@ import pytest
 
 from miraccl.errors import InvalidUsage, SystemFailure
 from miraccl.tools.run import LocalJob, build_command, open_job
-from tests.support.fault_injection import few_descriptors, open_files
+from tests.support.fault_injection import limit_descriptors, open_files
 
 Script = Callable[[str], str]
 
@@ -148,7 +148,7 @@ def test_a_shortage_of_descriptors_is_reported_and_cleaned_up(count: int) -> Non
         jobs.append(LocalJob(["sleep", "60"], 2, lambda rank: {}, tag=True, grace=0.0))
         jobs[0].run()
 
-    with few_descriptors(count), pytest.raises(SystemFailure, match="Too many open files"):
+    with limit_descriptors(count), pytest.raises(SystemFailure, match="Too many open files"):
         start()
     assert all(entry.process.returncode is not None for job in jobs for entry in job._processes)
     jobs.clear()

@@ -13,7 +13,7 @@ import pytest
 
 from miraccl.errors import SystemFailure
 from miraccl.tools.spawn import RankContext, RankOutcome, Ranks
-from tests.support.fault_injection import few_descriptors, open_files
+from tests.support.fault_injection import limit_descriptors, open_files
 
 
 def run(
@@ -196,7 +196,7 @@ def test_a_shortage_of_descriptors_is_reported_and_cleaned_up(
         return forked[-1]
 
     monkeypatch.setattr(os, "fork", forks)
-    with few_descriptors(count), pytest.raises(SystemFailure, match="Too many open files"):
+    with limit_descriptors(count), pytest.raises(SystemFailure, match="Too many open files"):
         Ranks(_never_end, 2, capture=True)
     assert open_files() <= files
     assert not any(os.path.exists(f"/proc/{pid}") for pid in forked)

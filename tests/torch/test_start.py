@@ -23,7 +23,7 @@ from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, SystemFailure
 from miraccl.torch import start
 from tests.bootstrap.kit import PATIENCE, in_threads
-from tests.support.fault_injection import few_descriptors, open_files
+from tests.support.fault_injection import limit_descriptors, open_files
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_rank_0_that_is_short_of_descriptors_tells_the_others(
     no_meeting_point_is_left: None,
 ) -> None:
     store = dist.HashStore()
-    with few_descriptors(0), pytest.raises(SystemFailure, match="Too many open files"):
+    with limit_descriptors(0), pytest.raises(SystemFailure, match="Too many open files"):
         meet(store, 0, 1.0)
     with pytest.raises(
         BootstrapError, match=r"rank 0 cannot start the control plane: .*Too many open files"
@@ -96,7 +96,7 @@ def test_a_rank_0_that_is_short_of_descriptors_tells_the_others(
 def test_a_second_try_after_a_failure_of_rank_0() -> None:
     """Report rank 0's failure to rank 1 once."""
     store = WatchedStore()
-    with few_descriptors(0), pytest.raises(SystemFailure, match="Too many open files"):
+    with limit_descriptors(0), pytest.raises(SystemFailure, match="Too many open files"):
         meet(store, 0, 1.0)
     with pytest.raises(BootstrapError, match="rank 0 cannot start the control plane"):
         meet(store, 1, PATIENCE)

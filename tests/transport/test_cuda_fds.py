@@ -13,7 +13,7 @@ import pytest
 from miraccl.errors import SystemFailure
 from miraccl.transport.cuda_fds import FdChannel, FdChannelAddress, close_all
 from miraccl.transport.cuda_pairs import pid_namespace
-from tests.support.fault_injection import few_descriptors
+from tests.support.fault_injection import limit_descriptors
 from tests.support.ranks import run_ranks
 
 
@@ -65,14 +65,14 @@ def test_a_caller_is_let_in_as_soon_as_a_descriptor_is_free(
 ) -> None:
     doors[1].send(1, doors[0].address, [])
     with contextlib.ExitStack() as shortage:
-        shortage.enter_context(few_descriptors(0))
+        shortage.enter_context(limit_descriptors(0))
         monkeypatch.setattr("miraccl.clock.sleep", lambda seconds: shortage.close())
         assert doors[0].receive({1: doors[1].address}) == {1: []}
 
 
 def test_a_door_that_cannot_be_opened_is_a_failure_of_the_system() -> None:
     with (
-        few_descriptors(0),
+        limit_descriptors(0),
         pytest.raises(SystemFailure, match="cannot listen on a Unix socket: Too many open files"),
     ):
         FdChannel(1, 0)

@@ -9,7 +9,7 @@ import pytest
 from miraccl.errors import SystemFailure
 from miraccl.transport.base import Endpoint
 from miraccl.transport.shm import ShmTransport
-from tests.support.fault_injection import few_descriptors, open_files
+from tests.support.fault_injection import limit_descriptors, open_files
 from tests.transport.conformance import TransportConformance, World
 
 
@@ -32,7 +32,7 @@ class TestShm(TransportConformance):
 def test_a_rank_that_is_short_of_descriptors_says_so_and_leaves_none(count):
     files = open_files()
     with (
-        few_descriptors(count),
+        limit_descriptors(count),
         pytest.raises(SystemFailure, match=r"cannot make a shared segment .* Too many open files"),
     ):
         ShmTransport(Endpoint(rank=0, hostid="here", pid=os.getpid()), {})

@@ -27,7 +27,7 @@ from miraccl.transport.fifo import Mode, PrivateMemory, memory_at
 from miraccl.transport.socket import ConnectInfo, SocketOptions, SocketTransport
 from miraccl.wire.proxy_records import LossKind
 from miraccl.wire.stream import HELLO_BYTES, InitiatorHandshake, StreamIdentity, derive_key
-from tests.support.fault_injection import PARTIAL, Sweep, few_descriptors, open_files
+from tests.support.fault_injection import PARTIAL, FaultSweep, limit_descriptors, open_files
 from tests.transport.conformance import WAIT_S, TransportConformance, World, pattern
 from tests.transport.socket_world import SLOT, build_rank, build_world
 
@@ -223,7 +223,7 @@ def test_accidents_on_the_way_to_a_stream_pass(monkeypatch):
         finally:
             world.close()
 
-    for accident in Sweep(monkeypatch).accidents(PASSING, scenario):
+    for accident in FaultSweep(monkeypatch).faults(PASSING, scenario):
         scenario(accident)
 
 
@@ -247,7 +247,7 @@ def test_shortage_of_memory_on_streams_passes(monkeypatch):
             world.close()
 
     plan = {"sendmsg": [errno.ENOBUFS], "recv_into": [errno.ENOMEM], "recvmsg_into": [errno.ENOMEM]}
-    for accident in Sweep(monkeypatch).accidents(plan, scenario):
+    for accident in FaultSweep(monkeypatch).faults(plan, scenario):
         with accident:
             scenario()
 
@@ -327,7 +327,7 @@ def test_rank_that_is_short_of_descriptors_says_so_and_leaves_none(count):
 
     try:
         with (
-            few_descriptors(count),
+            limit_descriptors(count),
             pytest.raises((SystemFailure, BootstrapError), match="Too many open files"),
         ):
             connect()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
-from tests.launchers.programs.groups import connected, tell
+from tests.launchers.programs.groups import connect, write_line
 
 kinds, folder = sys.argv[1:]
 for kind in kinds.split(","):
-    with connected(kind) as (rank, nranks, add_up):
+    with connect(kind) as (rank, nranks, add_up):
         assert rank == int(os.environ["RANK"])
-        tell(folder, kind=kind, rank=rank, nranks=nranks, total=add_up(10**rank))
+        write_line(folder, kind=kind, rank=rank, nranks=nranks, total=add_up(10**rank))

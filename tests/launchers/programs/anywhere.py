@@ -7,10 +7,10 @@ import json
 import sys
 from pathlib import Path
 
-from tests.launchers.programs.groups import connected
+from tests.launchers.programs.groups import connect
 
 sums = []
 for _ in range(2):
-    with connected("miraccl://") as (rank, nranks, add_up):
+    with connect("miraccl://") as (rank, nranks, add_up):
         sums.append(add_up(10**rank))
 Path(sys.argv[1], f"{rank}.json").write_text(json.dumps([nranks, sums]))

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 DEADLINE_S = 60.0
-Sum = Callable[[int], int]
+SumFunction = Callable[[int], int]
 
 
 @contextmanager
-def connected(kind: str) -> Iterator[tuple[int, int, Sum]]:
+def connect(kind: str) -> Iterator[tuple[int, int, SumFunction]]:
     """(rank, nranks, a function that adds a number up over all ranks); ``kind`` is ``init``, ``torch`` or an ``init_method`` of torch."""
     if kind != "init":
         yield from _torch(None if kind == "torch" else kind)
@@ -31,7 +31,7 @@ def connected(kind: str) -> Iterator[tuple[int, int, Sum]]:
         )
 
 
-def _torch(method: str | None) -> Iterator[tuple[int, int, Sum]]:
+def _torch(method: str | None) -> Iterator[tuple[int, int, SumFunction]]:
     import datetime
 
     import torch
@@ -52,7 +52,7 @@ def _torch(method: str | None) -> Iterator[tuple[int, int, Sum]]:
     dist.destroy_process_group()
 
 
-def tell(folder: str, **what: Any) -> None:
+def write_line(folder: str, **what: Any) -> None:
     """Leave a line of JSON for the test in a file of this rank."""
     with (Path(folder) / f"rank-{os.environ['RANK']}.jsonl").open("a") as file:
         file.write(json.dumps(what) + "\n")

@@ -9,14 +9,14 @@ import sys
 import time
 from pathlib import Path
 
-from tests.launchers.programs.groups import connected, tell
+from tests.launchers.programs.groups import connect, write_line
 
 FEW, LIMIT_S = 2, 60.0
 kind, folder = sys.argv[1:]
 deadline = time.monotonic() + LIMIT_S
-with connected(kind) as (rank, nranks, add_up):
+with connect(kind) as (rank, nranks, add_up):
     while nranks == FEW:
         assert add_up(1) == FEW
         (Path(folder) / "running").touch()
         assert time.monotonic() < deadline, "nobody has joined"
-    tell(folder, rank=rank, nranks=nranks, total=add_up(10**rank))
+    write_line(folder, rank=rank, nranks=nranks, total=add_up(10**rank))

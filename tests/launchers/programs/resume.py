@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.launchers.programs.groups import connected, tell
+from tests.launchers.programs.groups import connect, write_line
 
 STEPS, FATAL = 6, 3
 kind, folder, victim = sys.argv[1:]
@@ -29,7 +29,7 @@ def kept() -> int:
 if generation == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 try:
-    with connected(kind) as (rank, nranks, add_up):
+    with connect(kind) as (rank, nranks, add_up):
         step, total = map(int, state.read_text().split()) if state.exists() else (0, 0)
         first = step
         while step < STEPS:
@@ -42,7 +42,7 @@ try:
                 part = state.with_suffix(".part")
                 part.write_text(f"{step} {total}")
                 part.rename(state)
-        tell(folder, generation=generation, first=first, total=total, nranks=nranks)
+        write_line(folder, generation=generation, first=first, total=total, nranks=nranks)
 except Exception as error:
-    tell(folder, generation=generation, error=type(error).__name__, text=str(error))
+    write_line(folder, generation=generation, error=type(error).__name__, text=str(error))
     raise
