@@ -1,6 +1,7 @@
-"""Reference results of NCCL as cases for the stages after the search; ``tests.topo.golden`` knows where they lie.
+"""NCCL's reference results as cases for the stages after the search.
 
-``MIRACCL_GOLDEN_FULL=1`` runs every case where a test would otherwise take a sample.
+``tests.topo.golden`` locates them. ``MIRACCL_GOLDEN_FULL=1`` runs every case where a test would
+otherwise take a sample.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ FULL = os.environ.get("MIRACCL_GOLDEN_FULL", "") == "1"
 
 @cache
 def all_cases() -> tuple[GoldenCase, ...]:
-    """Every case once, those inside the repository first."""
+    """Return every case once, those inside the repository first."""
     found: dict[str, GoldenCase] = {}
     for folder in (DATA / "golden", LARGER):
         if folder and (folder / "index.json").is_file():
@@ -34,7 +35,10 @@ def all_cases() -> tuple[GoldenCase, ...]:
 
 
 def sample(every: int, offset: int = 0) -> list[Any]:
-    """Parameters for a test: each ``every``-th case from ``offset``, all with ``MIRACCL_GOLDEN_FULL``, a skipped one if there are none."""
+    """Return each ``every``-th case from ``offset`` as test parameters.
+
+    All cases with ``MIRACCL_GOLDEN_FULL``, a skipped one if there are none.
+    """
     chosen = all_cases() if FULL else all_cases()[offset::every]
     if not chosen:
         return [
@@ -49,7 +53,10 @@ def sample(every: int, offset: int = 0) -> list[Any]:
 
 
 def differences(want: Any, got: Any, where: str = "") -> list[str]:
-    """Where ``got`` departs from ``want``: exact, but for numbers with a fraction (relative 2e-6); extra keys are allowed."""
+    """Return the places where ``got`` differs from ``want``.
+
+    Comparison is exact except for fractional numbers (relative 2e-6); extra keys are allowed.
+    """
     if isinstance(want, dict):
         if not isinstance(got, dict):
             return [f"{where}: not an object"]
@@ -65,7 +72,8 @@ def differences(want: Any, got: Any, where: str = "") -> list[str]:
     if isinstance(want, list):
         if not isinstance(got, list) or len(got) != len(want):
             return [
-                f"{where}: {len(got) if isinstance(got, list) else got!r} items, expected {len(want)}"
+                f"{where}: {len(got) if isinstance(got, list) else got!r} items, expected "
+                f"{len(want)}"
             ]
         if want == got:
             return []
@@ -83,8 +91,11 @@ def differences(want: Any, got: Any, where: str = "") -> list[str]:
 
 
 def recorded_domains(want: dict[str, Any]) -> list[SearchedDomain]:
-    """The domains of a case from its recorded sections. Systems of further domains are not recorded: the first one's is used with other
-    rank numbers. Skips the test where their sizes differ."""
+    """Return the domains of a case from its recorded sections.
+
+    Systems of further domains are not recorded: the first one is used with other rank numbers.
+    Skips the test if their sizes differ.
+    """
     system = system_from_json(want["system"])
     paths = paths_from_json(want["paths"], system)
     result = []

@@ -1,4 +1,7 @@
-"""Small random machines for property tests, as topology files: sockets, PCI switches, NVLinks, an NVSwitch or none, NICs of all speeds."""
+"""Small random machines for property tests, as topology files.
+
+Sockets, PCI switches, NVLinks, an NVSwitch or none, NICs of various speeds.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _NVSWITCH = "ffff:ff:ff.0"
 
 @st.composite
 def topology_texts(draw: Any, max_gpus: int = 4) -> str:
-    """The text of a topology file with 1 to ``max_gpus`` GPUs."""
+    """Draw the text of a topology file with 1 to ``max_gpus`` GPUs."""
     ngpus = draw(st.integers(1, max_gpus))
     sockets = draw(st.integers(1, 2))
     sm = draw(st.sampled_from((70, 80, 90, 100)))
@@ -31,7 +34,10 @@ def topology_texts(draw: Any, max_gpus: int = 4) -> str:
     for gpu in range(ngpus):
         links = ""
         if nvlinks == "switch":
-            links = f'<nvlink target="{_NVSWITCH}" count="{draw(st.integers(1, 6))}" tclass="0x068000"/>'
+            links = (
+                f'<nvlink target="{_NVSWITCH}" count="{draw(st.integers(1, 6))}" '
+                'tclass="0x068000"/>'
+            )
         elif nvlinks == "mesh":
             peers = (peer for peer in range(ngpus) if peer != gpu)
             counts = [
@@ -43,14 +49,19 @@ def topology_texts(draw: Any, max_gpus: int = 4) -> str:
                 if n
             )
         slots[draw(st.integers(0, len(slots) - 1))].append(
-            f'<pci busid="{_bus(gpu)}" class="0x030200" link_speed="{draw(_SPEEDS)}" link_width="16">'
+            f'<pci busid="{_bus(gpu)}" class="0x030200" link_speed="{draw(_SPEEDS)}" '
+            'link_width="16">'
             f'<gpu dev="{gpu}" sm="{sm}" rank="{gpu}" gdr="1">{links}</gpu></pci>'
         )
     for net in range(draw(st.integers(0, 3))):
         slots[draw(st.integers(0, len(slots) - 1))].append(
-            f'<pci busid="0000:{0x80 + net:02x}:00.0" class="0x020700" link_speed="{draw(_SPEEDS)}" link_width="16"><nic>'
-            f'<net name="n{net}" dev="{net}" speed="{draw(st.sampled_from((1000, 10000, 100000, 200000, 400000)))}" port="1" '
-            f'guid="0x{draw(st.integers(1, 2)):x}" maxconn="64" gdr="{draw(st.integers(0, 1))}"/></nic></pci>'
+            f'<pci busid="0000:{0x80 + net:02x}:00.0" class="0x020700" '
+            f'link_speed="{draw(_SPEEDS)}" link_width="16"><nic>'
+            f'<net name="n{net}" dev="{net}" '
+            f'speed="{draw(st.sampled_from((1000, 10000, 100000, 200000, 400000)))}" port="1" '
+            ""
+            f'guid="0x{draw(st.integers(1, 2)):x}" maxconn="64" '
+            f'gdr="{draw(st.integers(0, 1))}"/></nic></pci>'
         )
     text = ['<system version="1">']
     for socket in range(sockets):
@@ -58,7 +69,8 @@ def topology_texts(draw: Any, max_gpus: int = 4) -> str:
         for slot in (2 * socket, 2 * socket + 1):
             bus = f"0000:{0xC0 + slot:02x}:00.0"
             text.append(
-                f'<pci busid="{bus}" class="0x060400" link_speed="16.0 GT/s PCIe" link_width="16">{"".join(slots[slot])}</pci>'
+                f'<pci busid="{bus}" class="0x060400" link_speed="16.0 GT/s PCIe" '
+                f'link_width="16">{"".join(slots[slot])}</pci>'
             )
         text.append("</cpu>")
     return "\n".join([*text, "</system>"])
@@ -73,7 +85,7 @@ def _bus(gpu: int) -> str:
 
 @st.composite
 def domains(draw: Any, max_gpus: int = 4) -> Domain:
-    """The first domain of such a machine, alone or in a job of two."""
+    """Draw the first domain of such a machine, alone or in a job of two."""
     options = TopoOptions(
         nodes=draw(st.integers(1, 2)),
         collnet=draw(st.booleans()),

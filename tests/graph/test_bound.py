@@ -1,4 +1,4 @@
-"""The bandwidth bound: against all cuts of small graphs, against schedules that reach it, and on machines whose bound is known."""
+"""The bandwidth bound on small graphs with all cuts, on schedules and on known machines."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def networks(draw: st.DrawFn) -> FlowNetwork:
 
 
 def cuts(graph: FlowNetwork) -> list[tuple[frozenset[int], Fraction]]:
-    """Every set of vertices and the capacity that leaves it."""
+    """Yield every set of vertices with the capacity that leaves it."""
     vertices = range(len(graph.names))
     sets = [
         frozenset(chosen) for k in range(len(graph.names)) for chosen in combinations(vertices, k)
@@ -57,8 +57,8 @@ def cuts(graph: FlowNetwork) -> list[tuple[frozenset[int], Fraction]]:
 
 @settings(deadline=None, max_examples=150)
 @given(networks())
-def test_what_is_found_is_the_least_of_all_cuts(graph: FlowNetwork) -> None:
-    """The narrowest cut, the least connection of two ranks, a flow: of the same networks, for finding all their cuts takes longest."""
+def test_results_are_minima_over_all_cuts(graph: FlowNetwork) -> None:
+    """One test for bottleneck, pairwise flow and inflow, since listing all cuts takes longest."""
     every, ranks = cuts(graph), set(graph.ranks)
     between = [(s, leaving) for s, leaving in every if s & ranks and not s >= ranks]
     found = find_bottleneck(graph)
@@ -76,7 +76,7 @@ def test_what_is_found_is_the_least_of_all_cuts(graph: FlowNetwork) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(networks())
-def test_the_ceiling_of_all_reduce_is_above_what_can_be_reached(graph: FlowNetwork) -> None:
+def test_all_reduce_ceiling_is_an_upper_bound(graph: FlowNetwork) -> None:
     try:
         bound = bound_network(graph)
     except TopologyError:
@@ -91,7 +91,7 @@ def test_the_ceiling_of_all_reduce_is_above_what_can_be_reached(graph: FlowNetwo
 
 
 def unbalanced() -> FlowNetwork:
-    """Relays 3 and 5 can receive more than they can send: they would have to add."""
+    """Network whose relays 3 and 5 can receive more than they can send: they would have to add."""
     whole = {
         (0, 2): 2,
         (0, 3): 1,
@@ -110,8 +110,10 @@ def unbalanced() -> FlowNetwork:
     )
 
 
-def test_what_relays_would_have_to_add_is_not_promised() -> None:
-    """25/2 GB/s can enter the ranks, and a reduce-scatter enters 6 times per GB/s of a rank, so the cut (9/4) is out of reach."""
+def test_bound_excludes_sums_in_relays() -> None:
+    """25/2 GB/s can enter the ranks, and a reduce-scatter enters 6 times per GB/s of a rank, so the
+    cut (9/4) is out of reach.
+    """
     bound = bound_network(unbalanced())
     assert (bound.widening, bound.narrowing) == ((), ("3", "5"))
     assert bound.all_gather_reached
@@ -122,15 +124,15 @@ def test_what_relays_would_have_to_add_is_not_promised() -> None:
     assert bound.all_gather == 2 * 2
     assert bound.all_reduce == Fraction(200, 49)
     assert bound.all_reduce_ceiling == Fraction(25, 6)
-    told = bound.summarize()
-    assert told[1] == "no reduce-scatter without reducing switches can exceed 4.16667 GB/s"
-    assert told[3:] == [
+    lines = bound.summarize()
+    assert lines[1] == "no reduce-scatter without reducing switches can exceed 4.16667 GB/s"
+    assert lines[3:] == [
         "the bound on reduce-scatter may be out of reach: 3, 5 can send less than they can receive"
     ]
 
 
-def test_the_ceiling_of_that_network_is_reached() -> None:
-    """Trees towards a rank (first half of each row) and out of it again; the paths are between ranks, what is between is relays."""
+def test_all_reduce_ceiling_of_unbalanced_network_is_reached() -> None:
+    """Trees towards a rank (first half of each row) and back out of it, on paths through relays."""
     trees: list[tuple[Fraction, int, list[str]]] = [
         (Fraction(3, 8), 0, ["10", "21", "21", "02"]),
         (Fraction(1), 0, ["10", "2341", "21", "052"]),
@@ -154,7 +156,7 @@ def test_the_ceiling_of_that_network_is_reached() -> None:
 
 
 def in_tree(root: int, links: list[tuple[int, int]]) -> bool:
-    """Whether these links lead each of 3 ranks to ``root``, every other rank sending once."""
+    """Return True if these links lead each of 3 ranks to ``root`` with one send per other rank."""
     parent = dict(links)
     others = {0, 1, 2} - {root}
     return set(parent) == others and all(
@@ -164,7 +166,7 @@ def in_tree(root: int, links: list[tuple[int, int]]) -> bool:
 
 @st.composite
 def networks_of_forwarders(draw: st.DrawFn) -> FlowNetwork:
-    """No relay can send more than it can receive."""
+    """Draw a network in which no relay can send more than it can receive."""
     ranks, relays = draw(st.integers(2, 4)), draw(st.integers(1, 2))
     size = ranks + relays
     edges = {
@@ -181,8 +183,11 @@ def networks_of_forwarders(draw: st.DrawFn) -> FlowNetwork:
 
 
 def without_relays(graph: FlowNetwork, rate: Fraction) -> FlowNetwork:
-    """Split the links of all relays off: a link into one and a link out of it become a link past it, as far as each set of ranks can
-    still send ``rate`` per rank. Trees over links between ranks fill their narrowest cut (Edmonds), so ``rate`` is reached if it is left.
+    """Split the links of all relays off.
+
+    One link into and one out of a relay become a link that bypasses it, as long as each set of
+    ranks can still send ``rate`` per rank. Trees over links between ranks fill their narrowest cut
+    (Edmonds), so ``rate`` is reached if it remains.
     """
     capacity = {(start, end): bw for start, end, bw in graph.edges}
     ranks = set(graph.ranks)
@@ -218,7 +223,7 @@ def without_relays(graph: FlowNetwork, rate: Fraction) -> FlowNetwork:
 
 @settings(deadline=None, max_examples=100)
 @given(networks_of_forwarders())
-def test_bounds_are_reached_where_relays_only_forward(graph: FlowNetwork) -> None:
+def test_bounds_are_reached_if_relays_only_forward(graph: FlowNetwork) -> None:
     assume(find_bottleneck(graph).rate and find_bottleneck(graph.reversed()).rate)
     bound = bound_network(graph)
     assert bound.all_gather_reached
@@ -249,8 +254,10 @@ def test_rings_and_stars_reach_their_link(ranks: int) -> None:
         )
 
 
-def test_one_slow_rank_limits_an_all_gather_but_less_an_all_reduce() -> None:
-    """Reduce towards a fast rank while broadcasting from it: the slow rank sends and receives at once."""
+def test_slow_rank_limits_all_gather_more_than_all_reduce() -> None:
+    """Reduce towards a fast rank while broadcasting from it: the slow rank sends and receives at
+    once.
+    """
     speeds = [10, 10, 10, 1]
     star = {edge: Fraction(bw) for a, bw in enumerate(speeds) for edge in ((a, 4), (4, a))}
     bound = bound_network(network(4, 1, star))
@@ -263,7 +270,7 @@ def test_one_slow_rank_limits_an_all_gather_but_less_an_all_reduce() -> None:
     ("ranks", "words"),
     [(2, "rank 0 has 3 GB/s over 1 link ("), (3, "2 ranks (0, 1) share 3 GB/s over 1 link (")],
 )
-def test_the_narrowest_cut_is_a_sentence(ranks: int, words: str) -> None:
+def test_bottleneck_description(ranks: int, words: str) -> None:
     line = {(a, a + 1): Fraction(3) for a in range(ranks - 1)} | {
         (a + 1, a): Fraction(9) for a in range(ranks - 1)
     }
@@ -271,8 +278,8 @@ def test_the_narrowest_cut_is_a_sentence(ranks: int, words: str) -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])
-def test_copies_of_a_node_are_taken_as_alike(nodes: int) -> None:
-    """The short cut through symmetry gives what the whole graph gives."""
+def test_symmetric_nodes_have_the_bound_of_the_whole_graph(nodes: int) -> None:
+    """The shortcut through symmetry equals the result of the whole graph."""
     system = small_system()
     graph = flow_network(system, nodes, network=True)
     whole = FlowNetwork(
@@ -286,9 +293,10 @@ def test_copies_of_a_node_are_taken_as_alike(nodes: int) -> None:
 
 
 def small_system(*, nvlink: float = 40.0, second: float = 12.0, up: float = 24.0) -> System:
-    """Two GPUs with 40 GB/s between them, 12 to a CPU (the second one may have less); two nets of 10 and 5 GB/s that share one port.
+    """Two GPUs with 40 GB/s between them and 12 GB/s to a CPU; two nets of 10 and 5 GB/s on one
+    port.
 
-    ``up``: GB/s from the CPU to the NIC; back it is 24.
+    ``up`` is GB/s from the CPU to the NIC; the other direction has 24.
     """
 
     def link(kind: LinkType, bw: float, target: int) -> Link:
@@ -331,14 +339,17 @@ def test_nets_that_share_a_port_do_not_add_up() -> None:
     assert set(bound.all_gather_cut.inside) in ({0, 1}, {2, 3})
 
 
-def test_a_node_alone_leaves_the_network_out_unless_asked() -> None:
+def test_single_node_ignores_the_network_by_default() -> None:
     assert bandwidth_bound(small_system()).all_gather == 52
     assert bandwidth_bound(small_system(), network=True).all_gather == 52
 
 
 @pytest.mark.parametrize(("nvlink", "second"), [(40, 12), (0, 12), (0, 1)])
-def test_the_bound_of_some_nodes_or_more_bounds_more(nvlink: float, second: float) -> None:
-    """Also where the link of a slow GPU limits an all-reduce: the result crosses it once, and bus bandwidth is 2 (n - 1) / n times that."""
+def test_bound_for_more_nodes_holds_for_each_of_them(nvlink: float, second: float) -> None:
+    """The link of a slow GPU limits an all-reduce, too: the result crosses it once, and bus
+    bandwidth
+    is 2 (n - 1) / n times that.
+    """
     system = small_system(nvlink=nvlink, second=second)
     some = bound_network(flow_network(system, 2, network=True), holds_for_more_nodes=True)
     for nodes in (3, 4, 7):
@@ -355,15 +366,18 @@ def test_the_bound_of_some_nodes_or_more_bounds_more(nvlink: float, second: floa
         )
 
 
-def test_what_leaves_an_unbalanced_node_does_not_bound_more_of_them() -> None:
-    """A CPU that gives 1 GB/s to the NIC and takes 24: the bottleneck of few nodes is what leaves one."""
+def test_unbalanced_node_has_no_bound_for_more_nodes() -> None:
+    """A CPU that sends 1 GB/s to the NIC and receives 24: the outflow of a node is the bottleneck
+    of
+    few nodes.
+    """
     graph = flow_network(small_system(up=1.0), 2, network=True)
     assert bandwidth_bound(small_system(up=1.0), 4).all_gather > bound_network(graph).all_gather
     with pytest.raises(InvalidUsage, match="balanced"):
         bound_network(graph, holds_for_more_nodes=True)
 
 
-def test_what_cannot_be_bounded_is_refused() -> None:
+def test_invalid_bound_requests_are_rejected() -> None:
     with pytest.raises(InvalidUsage, match="2 ranks"):
         bandwidth_bound(System(nodes=(GpuNode(id=0, dev=0, rank=0),)))
     with pytest.raises(InvalidUsage, match="it has at least 1"):

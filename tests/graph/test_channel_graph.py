@@ -1,4 +1,4 @@
-"""The channel graph record and its two written forms."""
+"""The channel graph record and its JSON and XML forms."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def channel_graphs(draw: st.DrawFn) -> tuple[ChannelGraph, System]:
 
 
 @given(channel_graphs())
-def test_json_keeps_everything(made: tuple[ChannelGraph, System]) -> None:
+def test_json_round_trip(made: tuple[ChannelGraph, System]) -> None:
     graph, _ = made
     assert graph_from_json(graph_to_json(graph)) == graph
 
 
 @given(channel_graphs())
-def test_xml_keeps_what_its_format_has(made: tuple[ChannelGraph, System]) -> None:
+def test_xml_round_trip(made: tuple[ChannelGraph, System]) -> None:
     graph, system = made
     (back,) = graphs_from_xml(graphs_to_xml([graph], system), system).values()
     start = start_graph(graph.kind, graph.n_channels)
@@ -93,7 +93,7 @@ def test_recorded_graphs_survive_json(case: GoldenCase) -> None:
         assert graph_to_json(graph_from_json(graph)) == graph
 
 
-def test_xml_is_laid_out_as_nccl_does() -> None:
+def test_xml_layout_is_that_of_nccl() -> None:
     ring = ChannelGraph(
         kind=GraphKind.RING,
         pattern=Pattern.RING,
@@ -108,7 +108,8 @@ def test_xml_is_laid_out_as_nccl_does() -> None:
     empty = start_graph(GraphKind.NVLS, 1)
     assert graphs_to_xml([empty, ring], machine(2, 1)) == (
         '<graphs version="1">\n'
-        '  <graph id="0" pattern="4" crossnic="0" nchannels="1" speedintra="20.6" speedinter="12" latencyinter="0" '
+        '  <graph id="0" pattern="4" crossnic="0" nchannels="1" speedintra="20.6" '
+        'speedinter="12" latencyinter="0" '
         'typeintra="NVL" typeinter="PXN" samechannels="1">\n'
         "    <channel>\n"
         '      <net dev="0x11"/>\n'
@@ -117,13 +118,17 @@ def test_xml_is_laid_out_as_nccl_does() -> None:
         '      <net dev="0"/>\n'
         "    </channel>\n"
         "  </graph>\n"
-        '  <graph id="3" pattern="5" crossnic="0" nchannels="0" speedintra="0" speedinter="0" latencyinter="0" '
+        '  <graph id="3" pattern="5" crossnic="0" nchannels="0" speedintra="0" speedinter="0" '
+        'latencyinter="0" '
         'typeintra="LOC" typeinter="LOC" samechannels="0"/>\n'
         "</graphs>\n"
     )
 
 
-GRAPH = '<graph id="0" pattern="4" crossnic="0" nchannels="1" speedintra="1" speedinter="1" typeintra="NVL" typeinter="PIX" samechannels="1">'
+GRAPH = (
+    '<graph id="0" pattern="4" crossnic="0" nchannels="1" speedintra="1" speedinter="1" '
+    'typeintra="NVL" typeinter="PIX" samechannels="1">'
+)
 
 NVLS = GRAPH.replace('id="0" pattern="4"', 'id="3" pattern="5"')
 GPU0, GPU1 = '<gpu dev="0"/>', '<gpu dev="0x1"/>'
@@ -196,17 +201,18 @@ def file_of(graph: str, *channels: str) -> str:
         ),
         (file_of(GRAPH.replace('id="0"', 'id="7"')), "id is '7'; allowed are 0 to 4"),
         (
-            '<!DOCTYPE g [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;">]><graphs version="1">&b;</graphs>',
+            '<!DOCTYPE g [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;">]><graphs '
+            'version="1">&b;</graphs>',
             "document type",
         ),
     ],
 )
-def test_a_wrong_file_is_refused_with_a_reason(text: str, complaint: str) -> None:
+def test_invalid_file_is_rejected_with_a_reason(text: str, complaint: str) -> None:
     with pytest.raises(TopologyError, match=complaint):
         graphs_from_xml(text, machine(2, 0))
 
 
-def test_nets_of_a_channel_are_those_of_the_system() -> None:
+def test_nets_of_a_channel_are_in_the_system() -> None:
     text = file_of(GRAPH, f'<channel><net dev="0x77"/>{GPU0}{GPU1}<net dev="0"/></channel>')
     with pytest.raises(
         TopologyError,
@@ -236,7 +242,7 @@ def test_comments_are_allowed() -> None:
     assert graphs_from_xml('<!-- by hand --><graphs version="1"></graphs>', machine(2, 0)) == {}
 
 
-def test_an_illegal_graph_cannot_exist() -> None:
+def test_invalid_graph_cannot_be_constructed() -> None:
     with pytest.raises(TopologyError, match="65 channels"):
         ChannelGraph(kind=GraphKind.RING, pattern=Pattern.RING, intra=((0,),) * (MAX_CHANNELS + 1))
     with pytest.raises(TopologyError, match="nets for 1 of 2"):

@@ -1,4 +1,4 @@
-"""Rings, trees and counts: invariants on any shape, and NCCL's own results."""
+"""Rings, trees and counts: invariants on any shape, and NCCL's results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.topo.golden import GoldenCase
 
 @pytest.mark.golden
 @pytest.mark.parametrize("case", sample(3))
-def test_connections_are_those_of_nccl(case: GoldenCase) -> None:
+def test_connections_match_nccl(case: GoldenCase) -> None:
     want = case.load()
     plan = connect(
         recorded_domains(want),
@@ -37,7 +37,7 @@ def test_connections_are_those_of_nccl(case: GoldenCase) -> None:
 
 
 def check_tree(tree: NodeTree, n: int) -> None:
-    """One root, and parents and children name each other."""
+    """Check that there is one root and that parents and children name each other."""
     assert (tree.up == -1).sum() == 1
     for node in range(n):
         for child, second in ((tree.down0[node], 0), (tree.down1[node], 1)):
@@ -59,7 +59,7 @@ def test_both_trees_over_nodes_are_trees(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", range(2, 34))
-def test_a_node_is_inside_one_of_the_two_trees_only(n: int) -> None:
+def test_node_is_inner_in_one_tree_only(n: int) -> None:
     inner = [
         (tree.down0 >= 0) | ((tree.down1 >= 0) & (tree.up >= 0)) for tree in double_binary_tree(n)
     ]
@@ -69,13 +69,13 @@ def test_a_node_is_inside_one_of_the_two_trees_only(n: int) -> None:
         assert (inner[0] & inner[1]).sum() <= 1
 
 
-def test_the_first_tree_is_the_one_in_the_literature() -> None:
+def test_first_tree_is_that_of_the_paper() -> None:
     assert binary_tree(14).up.tolist() == [-1, 2, 4, 2, 8, 6, 4, 6, 0, 10, 12, 10, 8, 12]
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[RankLayout, list[list[int]]]:
-    """A layout of one to three domains with one order of ranks for each."""
+    """Draw a layout of one to three domains with one order of ranks for each."""
     sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     ranks = list(range(sum(sizes)))
     domains, at = [], 0
@@ -90,7 +90,7 @@ def layouts(draw: st.DrawFn) -> tuple[RankLayout, list[list[int]]]:
 
 @given(layouts())
 @settings(max_examples=60, deadline=None)
-def test_a_ring_visits_nodes_in_order_and_everybody_once(
+def test_ring_visits_nodes_in_order_and_ranks_once(
     drawn: tuple[RankLayout, list[list[int]]],
 ) -> None:
     layout, orders = drawn
@@ -105,7 +105,7 @@ def test_a_ring_visits_nodes_in_order_and_everybody_once(
 
 @given(layouts(), st.sampled_from([Pattern.TREE, Pattern.SPLIT_TREE, Pattern.BALANCED_TREE]))
 @settings(max_examples=60, deadline=None)
-def test_rank_trees_hang_together(
+def test_rank_trees_are_connected(
     drawn: tuple[RankLayout, list[list[int]]], pattern: Pattern
 ) -> None:
     layout, orders = drawn
@@ -127,7 +127,7 @@ def test_rank_trees_hang_together(
         assert holes == []
 
 
-def test_odd_nodes_swap_the_pair_of_a_crossing_ring() -> None:
+def test_odd_nodes_swap_cross_nic_pairs() -> None:
     layout = RankLayout(hosts=2, gpus_per_host=2, domains=((0, 1),))
     rings = build_rings(layout, [[[0, 1], [1, 0]]], [True], 2)
     assert rings.tolist() == [[0, 1, 3, 2], [0, 2, 3, 1]]
@@ -171,7 +171,7 @@ def test_channel_counts(changes: dict[str, object], limits: dict[str, str], tota
     assert all(a.after == b.before for a, b in zip(count.steps, count.steps[1:]))
 
 
-def test_copies_take_the_channels_in_turn() -> None:
+def test_copies_cycle_through_the_channels() -> None:
     count = count_channels(inputs(searched=2), ConnectSettings(max_channels=3, min_channels=8))
     assert count.source == (0, 1, 0, 0, 1, 0, 0, 1)
     assert count.tree == (0, 0, 1, 0, 0, 1, 0, 0)
@@ -235,12 +235,12 @@ def test_p2p_channels_follow_the_nvlinks() -> None:
     )  # 12 channels; three NVLinks of 20 GB/s make 6 per peer; both to a power of two
 
 
-def test_a_domain_without_a_ring_is_refused() -> None:
+def test_domain_without_a_ring_is_rejected() -> None:
     with pytest.raises(InvalidUsage, match="no ring"):
         connect([small_domain((0, 1), channels=0)], hosts=1, gpus_per_host=2)
 
 
-def test_domains_that_miss_a_rank_are_refused() -> None:
+def test_domains_without_a_rank_are_rejected() -> None:
     with pytest.raises(InvalidUsage, match="once"):
         connect([small_domain((0, 2))], hosts=1, gpus_per_host=3)
 

@@ -1,4 +1,4 @@
-"""The order of CPU ranks, and hosts of CPU ranks as topologies."""
+"""Order of CPU ranks, and hosts of CPU ranks as topologies."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def places(*pairs):
     return [RankLocation(host=host, numa=numa) for host, numa in pairs]
 
 
-def test_ranks_in_blocks_keep_their_numbers():
+def test_block_placement_is_the_identity():
     assert order_ranks(places((0, 0), (0, 0), (0, 1), (1, 0), (1, 1))) == (0, 1, 2, 3, 4)
 
 
-def test_ranks_dealt_out_in_turn_are_put_together():
+def test_round_robin_placement_is_grouped_by_host():
     assert order_ranks(places((0, -1), (1, -1), (0, -1), (1, -1))) == (0, 2, 1, 3)
     assert order_ranks(places((0, 1), (0, 0), (0, 1), (0, 0))) == (1, 3, 0, 2)
 
@@ -39,7 +39,7 @@ def test_domains_are_visited_in_the_given_order():
 @pytest.mark.parametrize(
     "collective", [Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER]
 )
-def test_an_ordered_ring_is_still_right_and_crosses_each_border_once(collective):
+def test_ordered_ring_is_correct_and_crosses_each_boundary_once(collective):
     hosts = (0, 1, 0, 1, 0, 1)
     order = order_ranks([RankLocation(host=h) for h in hosts])
     schedule = relabel(catalog.build("ring", collective, 6), order)
@@ -62,7 +62,7 @@ def test_this_machine_is_a_topology_of_its_ranks():
 
 
 def test_domains_follow_the_paths(tmp_path):
-    """Two sockets: each is visited once, the first first."""
+    """Two sockets: each one is visited once, starting with the first."""
     for node in (0, 1):
         folder = tmp_path / "sys" / "devices" / "system" / "node" / f"node{node}"
         folder.mkdir(parents=True)
@@ -84,7 +84,7 @@ def ring_over_interleaved_hosts(nranks):
 
 
 @pytest.mark.multiprocess
-def test_ranks_dealt_out_to_two_hosts():
+def test_round_robin_ranks_on_two_hosts():
     for order, right, gathered in run_ranks(ring_over_interleaved_hosts, 4, 4, timeout=60):
         assert tuple(order) == (0, 2, 1, 3)
         assert right

@@ -1,4 +1,4 @@
-"""The whole flow: NCCL's own results end to end, what is asked for, what is kept, and the reasons."""
+"""The complete flow: NCCL's results, requests, cache and explanations."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ PCIE = TOPOLOGIES / "pcie8-2s-2nic.xml"
 
 @pytest.mark.golden
 @pytest.mark.parametrize("case", sample(7, 2))
-def test_plans_are_those_of_nccl(case: GoldenCase) -> None:
+def test_plans_match_nccl(case: GoldenCase) -> None:
     want = case.load()
     options = case.options
     got = plan_to_json(
@@ -59,8 +60,8 @@ def test_a_system_gives_the_plan_of_its_file() -> None:
     assert [name for name in SECTIONS if a.get(name) != b.get(name)] == []
 
 
-def test_nodes_of_a_host_are_numbered_by_rank_not_by_place() -> None:
-    """As NCCL does, which meets the ranks one after the other; the system shown is the one that rank 0 is in."""
+def test_nodes_of_a_host_are_numbered_by_rank() -> None:
+    """NCCL numbers nodes in rank order; the system shown is that of rank 0."""
     there, back = plan(PCIE, 2), plan(PCIE, 2, gpus=(4, 5, 6, 7, 0, 1, 2, 3))
     first, second = plan_to_json(there), plan_to_json(back)
     assert [gpu.dev for gpu in back.topology.system.gpus] == [4, 5, 6, 7]
@@ -80,7 +81,7 @@ def test_a_file_that_lists_ranks_in_another_order_can_be_split() -> None:
     assert made["domains"] == [[rank] for rank in range(8)]  # in the file they are 0 1 6 7 2 3 4 5
 
 
-def test_gpus_are_chosen_in_a_file_only() -> None:
+def test_gpu_selection_needs_a_file() -> None:
     whole = plan(PCIE).topology.whole
     assert isinstance(whole, System)
     with pytest.raises(InvalidUsage, match="topology file"):
@@ -95,22 +96,22 @@ def test_gpus_are_chosen_in_a_file_only() -> None:
         ({"env": {"NCCL_ALGO": "rong"}}, InvalidUsage),
     ],
 )
-def test_wrong_requests_are_refused(changes: dict[str, object], error: type[Exception]) -> None:
+def test_invalid_requests_are_rejected(changes: dict[str, object], error: type[Exception]) -> None:
     with pytest.raises(error):
         plan(PCIE, **changes)  # type: ignore[arg-type]
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_missing_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(TopologyError):
         plan(tmp_path / "nothing.xml")
 
 
-def test_only_variables_that_matter_are_recorded() -> None:
+def test_only_relevant_variables_are_recorded() -> None:
     environ = {"NCCL_ALGO": "ring", "NCCL_DEBUG": "INFO", "HOME": "/root", "NCCL_PROTO": " "}
     assert PlanRequest.read(environ).variables == (("NCCL_ALGO", "ring"),)
 
 
-def test_algorithms_of_ours_alone_are_no_wish_to_the_model() -> None:
+def test_our_algorithm_names_do_not_constrain_the_model() -> None:
     ours = {"MIRACCL_ALGO": "recursive_doubling"}
     assert plan_to_json(plan(PCIE, env=ours)) == plan_to_json(plan(PCIE))
 
@@ -155,7 +156,7 @@ def test_keys_follow_content_settings_and_kind() -> None:
     assert key() == key()
 
 
-def test_a_plan_is_made_once(tmp_path: Path) -> None:
+def test_cached_plan_is_reused(tmp_path: Path) -> None:
     made = []
 
     def make() -> dict[str, object]:
@@ -178,7 +179,7 @@ def test_a_plan_is_made_once(tmp_path: Path) -> None:
         lambda t: b"{}\n",
     ],
 )
-def test_a_damaged_file_is_made_again(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+def test_damaged_cache_file_is_replaced(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     kept = tmp_path / "plan-k"
     cached_document(tmp_path, "k", lambda: {"answer": 42})
     whole = kept.read_bytes()
@@ -188,12 +189,12 @@ def test_a_damaged_file_is_made_again(tmp_path: Path, damage: Callable[[bytes], 
     assert kept.read_bytes() == whole
 
 
-def test_a_folder_that_is_not_there_only_costs_time(tmp_path: Path) -> None:
+def test_missing_cache_folder_is_ignored(tmp_path: Path) -> None:
     assert not cached_document(tmp_path / "none", "k", dict).hit
     assert not cached_document(None, "k", dict).hit
 
 
-def test_old_plans_make_room(tmp_path: Path) -> None:
+def test_oldest_plans_are_evicted(tmp_path: Path) -> None:
     for i in range(MAX_FILES + 3):
         (tmp_path / f"plan-{i}").write_bytes(b"{}\n")
     cached_document(tmp_path, "new", dict)
@@ -205,8 +206,12 @@ def test_old_plans_make_room(tmp_path: Path) -> None:
 # Reasons
 
 
+Explained = dict[str, Any]
+"""A plan, its JSON and its sections ``explain`` and ``bound``."""
+
+
 @pytest.fixture(scope="module")
-def explained() -> dict[str, object]:
+def explained() -> Explained:
     notes = PathChangeLog()
     made = make_plan(H100, PlanRequest.read({}, nodes=2), recorder=notes)
     return {
@@ -217,11 +222,11 @@ def explained() -> dict[str, object]:
     }
 
 
-def test_reasons_are_plain_data(explained: dict[str, object]) -> None:
+def test_reasons_are_plain_data(explained: Explained) -> None:
     assert json.loads(json.dumps(explained["explain"])) == explained["explain"]
 
 
-def test_every_path_has_a_reason(explained: dict[str, dict]) -> None:  # type: ignore[type-arg]
+def test_every_path_has_a_reason(explained: Explained) -> None:
     paths = explained["json"]["paths"]
     count = sum(
         len(row[kind])
@@ -234,7 +239,7 @@ def test_every_path_has_a_reason(explained: dict[str, dict]) -> None:  # type: i
     assert all(path["type_reason"] for path in explained["explain"]["paths"])
 
 
-def test_winners_are_the_choices(explained: dict[str, dict]) -> None:  # type: ignore[type-arg]
+def test_winners_equal_the_choices(explained: Explained) -> None:
     choices = explained["json"]["tuning"]["choice"]
     for name, duels in explained["explain"]["tuning"]["choices"].items():
         for choice, duel in zip(choices[name], duels):
@@ -244,13 +249,13 @@ def test_winners_are_the_choices(explained: dict[str, dict]) -> None:  # type: i
             assert duel["winner"] in duel["why"]
 
 
-def test_curves_have_all_sizes(explained: dict[str, dict]) -> None:  # type: ignore[type-arg]
+def test_curves_have_all_sizes(explained: Explained) -> None:
     for curves in explained["explain"]["tuning"]["curves"].values():
         assert curves
         assert all(len(curve) == len(CURVE_SIZES) for curve in curves.values())
 
 
-def test_the_story_names_counts_and_reasons(explained: dict[str, dict]) -> None:  # type: ignore[type-arg]
+def test_summary_contains_counts_and_reasons(explained: Explained) -> None:
     stories = explained["explain"]["sentences"]
     assert (
         "8 channels become 16: each searched channel carries both trees of a double binary tree"
@@ -262,7 +267,7 @@ def test_the_story_names_counts_and_reasons(explained: dict[str, dict]) -> None:
     assert stories["Search"]
 
 
-def test_the_bound_compares_with_the_plan(explained: dict[str, dict]) -> None:  # type: ignore[type-arg]
+def test_bound_is_compared_with_the_plan(explained: Explained) -> None:
     bound = explained["bound"]
     gather = bound["plan"]["AllGather"]
     assert gather["share"] == pytest.approx(gather["busBw"] / bound["allGather"], rel=1e-6)
@@ -270,7 +275,7 @@ def test_the_bound_compares_with_the_plan(explained: dict[str, dict]) -> None:  
     assert len(bound["sentences"]) >= 4
 
 
-def test_a_switch_that_reduces_passes_the_bound_of_an_all_reduce_only() -> None:
+def test_reducing_switch_exceeds_only_the_all_reduce_bound() -> None:
     bound = bound_section(plan(H100, env={"NCCL_ALGO": "NVLS"}))
     assert bound is not None
     assert bound["reached"] == {"allGather": True, "reduceScatter": True, "allReduceByTwo": True}
@@ -283,7 +288,7 @@ def test_a_switch_that_reduces_passes_the_bound_of_an_all_reduce_only() -> None:
     assert [line for line in bound["sentences"] if "may exceed" in line] == bound["sentences"][-1:]
 
 
-def test_more_than_16_nodes_have_the_bound_of_16_or_more() -> None:
+def test_bound_of_more_than_16_nodes() -> None:
     bound, at_16 = (bound_section(plan(PCIE, nodes=nodes)) for nodes in (40, 16))
     assert bound is not None
     assert at_16 is not None
@@ -292,15 +297,15 @@ def test_more_than_16_nodes_have_the_bound_of_16_or_more() -> None:
         at_16["allGather"],
         at_16["allReduce"],
     ]
-    assert (
-        bound["sentences"][0]
-        == "the bound is that of 16 nodes or more; the exact number of nodes may have a slightly lower one"
+    assert bound["sentences"][0] == (
+        "the bound is that of 16 nodes or more; the exact number of nodes may have a slightly "
+        "lower one"
     )
     assert bound["sentences"][1] == at_16["sentences"][0]
 
 
-def test_an_unbalanced_machine_is_told_apart() -> None:
-    """Its PCI switches take 24 GB/s from a NIC and give it 6: they narrow, and the NICs widen."""
+def test_unbalanced_machine_has_a_caveat() -> None:
+    """Its PCI switches receive 24 GB/s from a NIC and send 6: they narrow, and the NICs widen."""
     whole = plan(PCIE, nodes=2).topology.whole
     nodes = list(whole.nodes)
     for index, node in enumerate(whole.nodes):

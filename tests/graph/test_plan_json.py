@@ -1,4 +1,4 @@
-"""A plan that was written is read again, and what cannot be one is refused with the place and what is allowed."""
+"""Plans written and read again, and rejected documents with place and allowed values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def written(made: Plan) -> dict[str, Any]:
 
 
 def assert_same(loaded: Plan, made: Plan) -> None:
-    """In everything but what is not written: reports, the file's tree, labels."""
+    """Compare everything except unwritten parts: reports, the file's tree, labels."""
     assert written(loaded) == written(made)
     assert (loaded.request, loaded.name) == (made.request, made.name)
     assert loaded.topology.nranks == made.topology.nranks
@@ -49,21 +49,21 @@ def assert_same(loaded: Plan, made: Plan) -> None:
 
 @pytest.mark.golden
 @pytest.mark.parametrize("case", sample(9, 4))
-def test_a_plan_comes_back(case: GoldenCase) -> None:
+def test_plan_round_trip(case: GoldenCase) -> None:
     options = case.options
     made = plan(case.topology, options.nodes, options.gpus, options.collnet, options.fuse, case.env)
     assert_same(plan_from_json(written(made)), made)
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
-def test_a_plan_of_one_gpu_with_collnet_comes_back(nodes: int) -> None:
+def test_round_trip_of_one_gpu_with_collnet(nodes: int) -> None:
     made = plan(SMALL, nodes, collnet=True)
     assert_same(plan_from_json(written(made)), made)
 
 
 @pytest.mark.golden
 @pytest.mark.parametrize("case", sample(15, 6))
-def test_what_nccl_decided_is_read_too(case: GoldenCase) -> None:
+def test_reference_results_can_be_read(case: GoldenCase) -> None:
     recorded = case.load()
     if len(recorded["domains"]) > 1:
         with pytest.raises(
@@ -74,7 +74,7 @@ def test_what_nccl_decided_is_read_too(case: GoldenCase) -> None:
         assert plan_to_json(plan_from_json(recorded)) == recorded
 
 
-def test_several_domains_and_settings_come_back() -> None:
+def test_round_trip_of_domains_and_settings() -> None:
     made = plan(APART, nodes=2, env={"NCCL_MAX_NCHANNELS": "3"})
     assert len(made.topology.domains) == 2
     loaded = plan_from_json(written(made))
@@ -82,14 +82,14 @@ def test_several_domains_and_settings_come_back() -> None:
     assert loaded.request.connect.max_channels == 3
 
 
-def test_graphs_of_a_file_come_back() -> None:
+def test_round_trip_of_graphs_from_a_file() -> None:
     first = plan(PAIRS)
     xml = graphs_to_xml(first.searches[0].graphs, first.topology.system)
     made = make_plan(PAIRS, PlanRequest.read({"NCCL_CROSS_NIC": "0"}, graph_xml=xml))
     assert_same(plan_from_json(written(made)), made)
 
 
-def test_what_others_add_is_left_alone() -> None:
+def test_unknown_keys_are_ignored() -> None:
     made = plan(SMALL)
     assert_same(plan_from_json(written(made) | {"bound": {}, "explain": None}), made)
 
@@ -111,7 +111,7 @@ def documents() -> dict[str, dict[str, Any]]:
 
 
 def edited(name: str, path: str, to: Any) -> dict[str, Any]:
-    """A document with something else at ``path`` (``graphs/0/id``), or nothing."""
+    """Return a document with another value at ``path`` (``graphs/0/id``), or without it."""
     document = copy.deepcopy(documents()[name])
     *way, last = (int(word) if word.isdecimal() else word for word in path.split("/"))
     place: Any = document
@@ -161,7 +161,8 @@ def edited(name: str, path: str, to: Any) -> dict[str, Any]:
             "pairs",
             "system/GPU/1/rank",
             0,
-            r"cannot read system: its GPUs have ranks \[0, 0, 2, 3\]; allowed is each from 0 to 3 once",
+            r"cannot read system: its GPUs have ranks \[0, 0, 2, 3\]; allowed is each from 0 "
+            r"to 3 once",
         ),
         (
             "pairs",
@@ -204,7 +205,8 @@ def edited(name: str, path: str, to: Any) -> dict[str, Any]:
             "pairs",
             "graphs/0/intra/0",
             [0, 2, 4],
-            r"graphs\[0\].intra\[0\]: it is \[0, 2, 4\]; allowed is an order of the ranks \[0, 1, 2, 3\]",
+            r"graphs\[0\].intra\[0\]: it is \[0, 2, 4\]; allowed is an order of the ranks "
+            r"\[0, 1, 2, 3\]",
         ),
         (
             "pairs",
@@ -254,7 +256,8 @@ def edited(name: str, path: str, to: Any) -> dict[str, Any]:
             "single",
             "graphs/1/pattern",
             1,
-            r"cannot connect a tree of pattern 1 \(balanced_tree\) on the GPUs \[0\] of a node: it needs two or more; allowed is 3",
+            r"cannot connect a tree of pattern 1 \(balanced_tree\) on the GPUs \[0\] of a "
+            r"node: it needs two or more; allowed is 3",
         ),
         (
             "apart",
@@ -264,7 +267,7 @@ def edited(name: str, path: str, to: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_is_no_plan_is_refused_with_the_place(
+def test_invalid_plan_is_rejected_with_the_place(
     name: str, path: str, to: Any, message: str
 ) -> None:
     with pytest.raises(TopologyError, match=message):
@@ -276,26 +279,26 @@ def test_a_document_is_an_object() -> None:
         plan_from_json([])  # type: ignore[arg-type]
 
 
-def test_a_setting_that_is_not_allowed_is_refused_by_its_name() -> None:
+def test_invalid_setting_is_rejected_by_name() -> None:
     with pytest.raises(InvalidUsage, match="NCCL_ALGO"):
         plan_from_json(edited("pairs", "env/NCCL_ALGO", "rong"))
 
 
-def places(value: Any, path: str = "") -> Iterator[str]:
-    """The paths of everything inside."""
+def value_paths(value: Any, path: str = "") -> Iterator[str]:
+    """Yield the paths of all values inside."""
     for key in (
         value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     ):
         yield f"{path}{key}"
-        yield from places(value[key], f"{path}{key}/")
+        yield from value_paths(value[key], f"{path}{key}/")
 
 
 @pytest.mark.parametrize("name", ["single", "pairs", "apart"])
-def test_a_changed_document_is_refused_or_is_the_plan_it_says(name: str) -> None:
-    """No other error leaves, and nothing of what is read gets lost."""
+def test_changed_document_is_rejected_or_read_completely(name: str) -> None:
+    """No other error is raised, and no value that is read is lost."""
     rng, refused, runs = random.Random(name), 0, 150
     sections = [
-        list(places({key: value})) for key, value in documents()[name].items()
+        list(value_paths({key: value})) for key, value in documents()[name].items()
     ]  # equally often, large and small
     for _ in range(runs):
         path = rng.choice(rng.choice([section for section in sections if section]))

@@ -1,4 +1,4 @@
-"""The channel search: NCCL's results, and what has to hold on any machine."""
+"""The channel search: NCCL's results, and invariants on any machine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SLOW = settings(
 
 @pytest.mark.golden
 @pytest.mark.parametrize("case", sample(every=4, offset=1))
-def test_graphs_are_those_of_nccl(case: GoldenCase) -> None:
+def test_graphs_match_nccl(case: GoldenCase) -> None:
     want = case.load()
     system = system_from_json(want["system"])
     result = search_channels(system, paths_from_json(want["paths"], system), _settings(case, want))
@@ -72,7 +72,7 @@ def _machines() -> list[Any]:
 
 @pytest.mark.golden
 @pytest.mark.parametrize("case", _machines())
-def test_graphs_of_unusual_machines_are_those_of_nccl(case: dict[str, Any]) -> None:
+def test_graphs_of_unusual_machines_match_nccl(case: dict[str, Any]) -> None:
     system = system_from_json(case["system"])
     asked = SearchSettings(
         cross_nic=case["cross_nic"], net_per_gpu=case["net_per_gpu"], collnet=case["collnet"]
@@ -113,7 +113,7 @@ def test_channels_visit_each_gpu_once_and_stay_inside_the_links(
 
 
 def _check_bandwidth(graph: ChannelGraph, system: System, paths: PathTable) -> None:
-    """All rings together take no more from a link than it has (each rounding may add half of 1/1000 GB/s)."""
+    """Check that all rings together fit every link (each rounding may add half of 1/1000 GB/s)."""
     taken: dict[int, float] = defaultdict(float)
     position = {gpu.rank: i for i, gpu in enumerate(system.gpus)}
     by_id = {net.id: i for i, net in reversed(list(enumerate(system.nets)))}
@@ -139,7 +139,7 @@ def _check_bandwidth(graph: ChannelGraph, system: System, paths: PathTable) -> N
 @settings(SLOW, max_examples=15)
 @given(domains(max_gpus=3), st.integers(1, 100), st.integers(0, 30))
 def test_compiled_and_interpreted_walks_agree(domain: Domain, budget: int, skipped: int) -> None:
-    """Same graphs, same visits, every array of the board the same at the end, to the last bit: a few walks from anywhere in a search."""
+    """Graphs, visits and all arrays are bit-identical after walks from any point of a search."""
     boards: list[SearchState] = []
 
     def some_of(walk: Callable[[SearchState], None]) -> Callable[[SearchState], None]:
@@ -168,7 +168,7 @@ def test_compiled_and_interpreted_walks_agree(domain: Domain, budget: int, skipp
 
 @SLOW
 @given(domains())
-def test_a_search_gives_back_the_bandwidth(domain: Domain) -> None:
+def test_search_releases_all_bandwidth(domain: Domain) -> None:
     boards: list[SearchState] = []
 
     def walk(state: SearchState) -> None:
@@ -185,7 +185,7 @@ def test_a_search_gives_back_the_bandwidth(domain: Domain) -> None:
 
 @SLOW
 @given(domains())
-def test_reports_tell_what_happened(domain: Domain) -> None:
+def test_reports_are_consistent(domain: Domain) -> None:
     result = search_channels(domain.system, domain.paths)
     for graph, report in zip(result.graphs, result.reports):
         assert report.graph == graph
@@ -250,7 +250,7 @@ def test_hopper_rings_are_doubled() -> None:
     assert any("became" in line for line in explain_search(report)["sentences"])
 
 
-def test_full_links_say_why_there_is_no_further_channel() -> None:
+def test_saturated_links_of_the_ring_graph() -> None:
     result = _search("device-8xH200-vm.1n")
     full = result.reports[GraphKind.RING].saturated_links
     assert len(full) == 16  # every GPU to the NVSwitch and back: 12 channels of 30 GB/s on 370.8
@@ -261,7 +261,7 @@ def test_full_links_say_why_there_is_no_further_channel() -> None:
     assert result.reports[GraphKind.NVLS].saturated_links == ()
 
 
-def test_nvls_can_be_switched_off_and_needs_a_switch() -> None:
+def test_nvls_can_be_disabled_and_needs_a_switch() -> None:
     assert _search("device-8xH200-vm.1n").reports[GraphKind.NVLS].origin is Origin.SEARCH
     off = _search("device-8xH200-vm.1n", nvls=0)
     assert off.reports[GraphKind.NVLS].origin is Origin.NOT_RUN
@@ -280,24 +280,24 @@ def test_collnet_is_searched_on_demand() -> None:
     )
 
 
-def test_cross_nic_is_kept_out_when_forbidden() -> None:
+def test_cross_nic_can_be_disabled() -> None:
     for value, allowed in ((0, {0}), (1, {1}), (2, {0, 2})):
         result = _search("nvidia-dgx1v.2n", cross_nic=value)
         assert result.graph(GraphKind.RING).cross_nic in allowed
 
 
-def test_two_nvlink_islands_ask_for_two_channels() -> None:
+def test_two_nvlink_islands_need_two_channels() -> None:
     ring = _search("split-nvlink-2x4.1n.p2psys").graph(GraphKind.RING)
     assert ring.min_channels >= 2
 
 
-def test_a_machine_without_gpus_is_refused() -> None:
+def test_machine_without_gpus_is_rejected() -> None:
     with pytest.raises(TopologyError, match="no GPU"):
         search_channels(System(nodes=()), PathTable())
 
 
-def test_nothing_is_found_without_paths() -> None:
-    """With every path cut, the one channel in the order of the GPUs remains."""
+def test_fallback_without_paths() -> None:
+    """With every path cut, the only channel is the order of the GPUs."""
     system = system_from_json(_case("hgx-a100-4gpu.1n").load()["system"])
     result = search_channels(system, PathTable())
     ring = result.reports[GraphKind.RING]

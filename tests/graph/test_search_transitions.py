@@ -1,4 +1,4 @@
-"""Single moves of the channel search, on boards small enough to do the sums by hand. All run uncompiled."""
+"""Single transitions of the search on states small enough to compute by hand; interpreted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def link(kind: LinkType, bw: float, target: int) -> Link:
 
 
 def pcie_pair(vendor: CpuVendor = CpuVendor.INTEL, sm: int = 80, gpus: int = 2) -> NearestDevices:
-    """GPUs at one CPU with 12 GB/s each, and a net of 10 GB/s at the CPU."""
+    """GPUs below one CPU with 12 GB/s each, and a net of 10 GB/s at the CPU."""
     cpu = gpus
     nodes = (
         *(
@@ -107,7 +107,7 @@ def left(state: SearchState) -> list[float]:
 
 
 @given(st.floats(0, 5000, width=32), st.floats(0, 5000, width=32))
-def test_less_rounds_to_three_decimals_in_single_precision(a: float, b: float) -> None:
+def test_subtraction_rounds_to_three_decimals(a: float, b: float) -> None:
     got = transitions.subtract_rounded(np.float32(a), np.float32(b))
     difference = np.float32(np.float32(a) - np.float32(b)) * np.float32(1000)
     magnitude = int(abs(float(difference)) + 0.5)
@@ -116,8 +116,8 @@ def test_less_rounds_to_three_decimals_in_single_precision(a: float, b: float) -
     assert isinstance(got, np.float32)
 
 
-def test_less_keeps_the_first_touch_of_a_link() -> None:
-    """20.6 x 18 has no three decimals in single precision: once it was used, it is another number."""
+def test_first_subtraction_changes_an_unrounded_bandwidth() -> None:
+    """20.6 x 18 has more than three decimals in single precision, so its first use rounds it."""
     full = np.float32(20.6) * np.float32(18)
     again = transitions.subtract_rounded(
         transitions.subtract_rounded(full, np.float32(60)), np.float32(-60)
@@ -143,14 +143,14 @@ def test_peer_to_peer_through_an_intel_host_bridge_costs_a_fifth_more(
     assert state.graphs[CURRENT].n_hops == 0
 
 
-def test_traffic_from_the_net_to_an_old_gpu_takes_an_eighth_of_the_way_back() -> None:
+def test_old_gpus_return_an_eighth_as_acknowledgements() -> None:
     for sm, aside in ((70, 5 / 8), (80, 0.0)):
         state = state_for(pcie_pair(sm=sm))
         assert transitions.follow_path(state, 2, 0, ONE)
         assert left(state)[0] == 12 - aside
 
 
-def test_a_path_that_is_too_narrow_leaves_no_trace() -> None:
+def test_failed_reservation_changes_nothing() -> None:
     state = state_for(pcie_pair(CpuVendor.AMD))
     state.links[3].bw = 4.0  # the second hop
     before = left(state)
@@ -158,21 +158,21 @@ def test_a_path_that_is_too_narrow_leaves_no_trace() -> None:
     assert left(state) == before
 
 
-def test_only_whole_moves_are_held_to_the_path_type() -> None:
+def test_path_type_is_checked_for_full_bandwidth_only() -> None:
     state = state_for(pcie_pair(), type_intra=PathType.PXB)
     assert not transitions.follow_path(state, 0, 1, ONE)
     assert transitions.follow_path(state, 0, 1, np.float32(0.5))
 
 
-def test_a_balanced_tree_takes_half_to_the_net() -> None:
+def test_balanced_tree_sends_half_to_the_net() -> None:
     state = state_for(pcie_pair(CpuVendor.AMD), pattern=Pattern.BALANCED_TREE)
     assert transitions.follow_path_to_net(state, 0, 0, ONE)
     assert left(state)[0] == 9.5
     assert state.graphs[CURRENT].bw_inter == 5.0
 
 
-def test_parts_of_a_hop_are_cut_off_as_in_c() -> None:
-    """With a third of the bandwidth, hop counts go down faster than they went up."""
+def test_hop_counts_of_partial_bandwidth_truncate_like_c() -> None:
+    """With a third of the bandwidth, hop counts fall faster than they rose."""
     state = state_for(pcie_pair(gpus=4), bw_intra=3.0)
     part = transitions.fanout_share(4)
     state.graphs[CURRENT].n_hops = 2
@@ -182,7 +182,7 @@ def test_parts_of_a_hop_are_cut_off_as_in_c() -> None:
     assert state.graphs[CURRENT].n_hops == 1
 
 
-def test_nets_of_one_port_share_what_is_reserved() -> None:
+def test_nets_of_one_port_share_reservations() -> None:
     state = state_for(pcie_pair())
     transitions.reserve_net(state, 0, 4)
     assert state.nets[0].bw == 6.0
@@ -190,7 +190,7 @@ def test_nets_of_one_port_share_what_is_reserved() -> None:
     assert state.nets[0].bw == 10.0
 
 
-def test_next_gpus_begin_after_the_last_and_prefer_more_bandwidth() -> None:
+def test_next_gpus_are_sorted_by_bandwidth() -> None:
     nearest = pcie_pair(gpus=4)
     state = state_for(nearest)
     assert order.list_next_gpus(state, 1, 0, 0) == 3
@@ -203,7 +203,7 @@ def test_next_gpus_begin_after_the_last_and_prefer_more_bandwidth() -> None:
     assert list(state.choices[0, :3]) == [2, 3, 0]
 
 
-def test_gpus_alike_are_tried_backwards_when_a_later_one_goes_to_the_net() -> None:
+def test_equal_gpus_are_reversed_before_a_later_exit() -> None:
     state = state_for(pcie_pair(gpus=4))
     order.list_next_gpus(state, 1, -1, 0)
     assert list(state.choices[0, :3]) == [0, 3, 2]
@@ -216,14 +216,14 @@ def test_gpus_alike_are_tried_backwards_when_a_later_one_goes_to_the_net() -> No
     ("pattern", "expected"),
     [(Pattern.RING, [0, 2]), (Pattern.BALANCED_TREE, [2, 0]), (Pattern.TREE, [2])],
 )
-def test_with_an_nvswitch_only_neighbours_are_tried(pattern: Pattern, expected: list[int]) -> None:
+def test_nvswitch_restricts_choices_to_neighbours(pattern: Pattern, expected: list[int]) -> None:
     state = state_for(pcie_pair(gpus=4), pattern=pattern)
     state.header[0].nvs = 5
     count = order.list_next_gpus(state, 1, 0, 0)
     assert list(state.choices[0, :count]) == expected
 
 
-def test_less_bandwidth_on_pci_puts_a_gpu_back() -> None:
+def test_gpus_with_less_pci_bandwidth_come_later() -> None:
     state = state_for(pcie_pair(gpus=3))
     state.links[1].bw = 3.0
     order.list_next_gpus(state, 0, 1, 0)
@@ -233,7 +233,7 @@ def test_less_bandwidth_on_pci_puts_a_gpu_back() -> None:
 # Nets
 
 
-def test_nets_are_the_preferred_ones_then_all_others_up_to_the_path_type() -> None:
+def test_preferred_nets_precede_all_others() -> None:
     nearest = pcie_pair()
     assert preferred_nets(nearest, 0) == [0]
     assert candidate_nets(nearest, [0, 1], PathType.SYS) == [0]
@@ -251,7 +251,7 @@ def test_a_gpu_without_a_net_ends_the_search() -> None:
 
 
 def several_nets(types: list[PathType], net_per_gpu: int) -> NearestDevices:
-    """One GPU and nets at these path types, the nearest first."""
+    """One GPU and nets at these path types, nearest first."""
     nodes = (
         GpuNode(id=1, dev=0, rank=0, sm=80),
         *(NetNode(id=n, dev=n, bw=10.0) for n in range(len(types))),
@@ -264,14 +264,14 @@ def several_nets(types: list[PathType], net_per_gpu: int) -> NearestDevices:
     return NearestDevices(System(nodes=nodes), PathTable(rows=rows), net_per_gpu)
 
 
-def test_farther_nets_come_last_and_only_when_allowed() -> None:
+def test_farther_nets_come_last_if_allowed() -> None:
     nearest = several_nets([PathType.PHB, PathType.PIX, PathType.SYS, PathType.PIX], 0)
     assert candidate_nets(nearest, [0], PathType.PIX) == [1, 3]
     assert candidate_nets(nearest, [0], PathType.PHB) == [1, 3, 0]
     assert candidate_nets(nearest, [0], PathType.SYS) == [1, 3, 0, 2]
 
 
-def test_a_number_of_nets_per_gpu_ends_the_list() -> None:
+def test_nets_per_gpu_limits_the_candidates() -> None:
     types = [PathType.PIX, PathType.PIX, PathType.PHB]
     assert candidate_nets(several_nets(types, 1), [0], PathType.SYS) == [0]
     assert candidate_nets(several_nets(types, -1), [0], PathType.SYS) == [0, 1, 2]
@@ -291,7 +291,7 @@ def test_speeds_fall_and_follow_the_generation() -> None:
     assert first_at_most(INTRA, 0.0) == len(INTRA) - 1
 
 
-def test_a_link_without_a_way_back_is_refused_where_it_matters() -> None:
+def test_missing_reverse_link_is_rejected() -> None:
     nearest = pcie_pair(sm=70)
     nodes = list(nearest.system.nodes)
     nodes[0] = GpuNode(id=0x10, dev=0, rank=0, sm=70, links=(link(LinkType.NVL, 12.0, 2),))

@@ -1,4 +1,4 @@
-"""The model and the choices: NCCL's own numbers, and what must hold for any facts."""
+"""The model and the choices: NCCL's numbers, and invariants for any inputs."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def recorded_model(case: GoldenCase) -> TuningModel:
 
 @pytest.mark.golden
 @pytest.mark.parametrize("case", sample(3))
-def test_model_and_choices_are_those_of_nccl(case: GoldenCase) -> None:
+def test_model_and_choices_match_nccl(case: GoldenCase) -> None:
     assert differences(case.load()["tuning"], tuning_to_json(recorded_model(case)), "tuning") == []
 
 
-def said(limits: tuple[str, ...]) -> float:
-    """The bandwidth that a reader of the reasons works out."""
+def evaluate_limits(limits: tuple[str, ...]) -> float:
+    """Compute the bandwidth that the listed factors imply."""
     value = 0.0
     for words in limits:
         numbers = [float(number) for number in re.findall(r"\d+(?:\.\d+)?", words)]
@@ -73,10 +73,12 @@ def said(limits: tuple[str, ...]) -> float:
 
 @pytest.mark.golden
 @pytest.mark.parametrize("case", sample(4, offset=1))
-def test_the_reasons_of_a_bandwidth_make_that_bandwidth(case: GoldenCase) -> None:
+def test_limits_multiply_to_the_bandwidth(case: GoldenCase) -> None:
     for key, estimate in recorded_model(case).estimates.items():
         if estimate.bandwidth:
-            assert said(estimate.limits) == pytest.approx(estimate.bandwidth, rel=0.01), (
+            assert evaluate_limits(estimate.limits) == pytest.approx(
+                estimate.bandwidth, rel=0.01
+            ), (
                 key,
                 estimate,
             )
@@ -173,14 +175,14 @@ def test_algorithms_can_be_excluded(setting: TuningSettings, allowed: set[NcclAl
     assert usable == allowed
 
 
-def test_nothing_left_is_no_choice_and_says_why() -> None:
+def test_no_candidates_means_no_choice() -> None:
     model = build_model(inputs(), TuningSettings(algo="nvls"))
     assert choose(model, ALL_REDUCE, 1024) is None
     assert all(c.disabled_reason for c in candidates(model, ALL_REDUCE, 1024))
     assert tuning_to_json(model)["choice"]["AllReduce"][0] is None
 
 
-def test_ll128_is_off_on_far_paths_unless_asked_for() -> None:
+def test_ll128_is_disabled_on_far_paths_unless_requested() -> None:
     far = dict(inputs().graphs)
     far[GraphKind.RING] = graph(GraphKind.RING, Pattern.RING, type_inter=PathType.PHB)
     by_default = build_model(inputs(graphs=far)).estimate(
@@ -206,7 +208,7 @@ def test_ll128_needs_equal_gpus() -> None:
 @pytest.mark.parametrize(
     ("threads", "got"), [(0, 512), (96, 96), (100, 512), (32, 64), (4096, 512)]
 )
-def test_thread_wishes_are_brought_into_range(threads: int, got: int) -> None:
+def test_thread_settings_are_clamped(threads: int, got: int) -> None:
     assert (
         build_model(inputs(), TuningSettings(threads=threads)).max_threads[NcclAlgorithm.RING][
             Protocol.LL
@@ -246,7 +248,7 @@ def test_thread_thresholds_are_read_as_nccl_scans_them(text: str, numbers: tuple
 
 
 @pytest.mark.parametrize("text", ["1" + "0" * 400, "-" + "9" * 40])
-def test_overheads_without_end_are_refused(text: str) -> None:
+def test_overhead_out_of_range_is_rejected(text: str) -> None:
     with pytest.raises(
         InvalidUsage,
         match="NCCL_NET_OVERHEAD: allowed are -1000000000000000 to 1000000000000000 ns",
@@ -270,7 +272,7 @@ def test_pat_needs_one_rank_per_node() -> None:
     )
 
 
-def test_amd_hosts_pay_more_for_posting() -> None:
+def test_amd_hosts_have_a_larger_network_overhead() -> None:
     intel, amd = (build_model(inputs(cpu_vendor=vendor)) for vendor in (1, 2))
     key = (Collective.ALL_GATHER, NcclAlgorithm.RING, Protocol.SIMPLE)
     assert amd.estimate(*key).latency > intel.estimate(*key).latency
@@ -305,6 +307,6 @@ def test_a_later_entry_replaces_an_earlier_one_for_its_collective() -> None:
 
 
 @pytest.mark.parametrize("text", ["rong", "ring;tree", "allsum:ring", "allreduce:ring;tree"])
-def test_a_wrong_list_is_refused_with_its_variable(text: str) -> None:
+def test_invalid_list_is_rejected_with_its_variable(text: str) -> None:
     with pytest.raises(InvalidUsage, match="NCCL_ALGO"):
         parse_constraints(text, LABELS, "NCCL_ALGO")

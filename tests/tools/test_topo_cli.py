@@ -139,7 +139,7 @@ def test_check_reports_problems_in_its_status(tmp_path):
     assert (
         "link_speed of a nic is 'Unknown': 8 GT/s assumed, with 16 lanes 12 GB/s (2 times)" in text
     )
-    assert "mend: write the real one" in text
+    assert "fix: write the real one" in text
     broken = tmp_path / "broken.xml"
     broken.write_text('<system version="1">\n<cpu numaid="0">')
     findings = json.loads(call("check", str(broken), "--json", "-", status=1))

@@ -1,4 +1,4 @@
-"""A folder that looks like the kernel's: PCI tree, class devices, NUMA domains."""
+"""A folder that resembles the kernel's: PCI tree, class devices, NUMA domains."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class FakeMachine:
-    """Write a machine below ``root``; addresses are given from the root complex down to the device."""
+    """Writer of a machine below ``root``; addresses go from the root complex to the device."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -31,7 +31,10 @@ class FakeMachine:
         numa: str = "0",
         **more: str,
     ) -> Path:
-        """``pci0000:00/0000:00:01.0/0000:01:00.0``; the bridges above must have been written before or get the same values."""
+        """Write ``pci0000:00/0000:00:01.0/0000:01:00.0``.
+
+        Bridges above must have been written before or get the same values.
+        """
         folder = self.root / "sys" / "devices" / chain
         folder.mkdir(parents=True, exist_ok=True)
         values = {
@@ -73,6 +76,9 @@ class FakeMachine:
         self.file(f"sys/devices/system/node/node{node}/cpumap", cpumap)
 
     def cpuinfo(self, vendor: str = "GenuineIntel", family: int = 6, model: int = 143) -> None:
-        text = f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: {model}\nmodel name\t: x\n"
+        text = (
+            f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: "
+            f"{model}\nmodel name\t: x\n"
+        )
         text += "\nprocessor\t: 1\nmodel\t: 9"
         self.file("proc/cpuinfo", text)

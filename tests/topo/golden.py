@@ -1,7 +1,8 @@
-"""The reference results of NCCL as test cases: those in ``tests/data``, and a larger collection where there is one.
+"""NCCL's reference results as test cases: those in ``tests/data`` and a larger collection.
 
-``MIRACCL_GOLDEN`` names the folder of the larger collection (with ``index.json``; the topologies lie in ``../topologies`` beside it);
-without it ``../shared/golden`` beside the repository is tried.
+``MIRACCL_GOLDEN`` names the folder of the larger collection (with ``index.json``; the topologies
+are in ``../topologies`` next to it); without it ``../shared/golden`` next to the repository is
+tried.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LARGER = _larger_collection()
 
 @dataclass(frozen=True, kw_only=True)
 class GoldenCase:
-    """One reference result: its file, the topology's file, and how to ask for it."""
+    """One reference result: its file, the topology's file, and the request."""
 
     file: Path
     topology: Path
@@ -62,7 +63,7 @@ def _file(path: Path) -> XmlFile:
 
 
 def golden_cases(folder: Path) -> Iterator[GoldenCase]:
-    """All cases of a folder with an ``index.json``."""
+    """Return all cases of a folder with an ``index.json``."""
     for entry in json.loads((folder / "index.json").read_text()):
         yield GoldenCase(
             file=folder / entry["file"],
@@ -79,7 +80,7 @@ def golden_cases(folder: Path) -> Iterator[GoldenCase]:
 
 
 def by_topology(folder: Path | None) -> dict[str, list[GoldenCase]]:
-    """The cases of a folder grouped by the topology's file name; empty without a folder."""
+    """Group the cases of a folder by topology file name; empty without a folder."""
     groups: dict[str, list[GoldenCase]] = {}
     for case in golden_cases(folder) if folder else ():
         groups.setdefault(case.topology.name, []).append(case)

@@ -1,4 +1,4 @@
-"""Machines NCCL does not know: AMD's dialect, and devices described by a TOML file."""
+"""Machines that NCCL does not know: AMD's dialect, and devices described by a TOML file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sipu(nodes: int = 2, **environ: str) -> Topology:
     return analyse_topology(file.root, TopoOptions(nodes=nodes, paths=PathOptions.read(environ)))
 
 
-def test_sipu_devices_meet_at_their_switch():
+def test_sipu_devices_connect_through_their_switch():
     found = sipu()
     (switch,) = found.system.of(NodeType.NVS)
     assert switch.label == "eth_switch"
@@ -38,8 +38,8 @@ def test_sipu_devices_meet_at_their_switch():
     assert found.paths.gpu_gpu(0, 3).bw == 400.0
 
 
-def test_nics_of_a_virtual_machine_carry_something():
-    """Their PCI link says speed Unknown and width 0: 16 lanes of 8 GT/s, never 0."""
+def test_virtual_nics_have_bandwidth():
+    """Their PCI link has speed Unknown and width 0: 16 lanes of 8 GT/s, never 0."""
     found = sipu()
     nics = found.system.of(NodeType.NIC)
     assert [link.bw for nic in nics for link in nic.links if link.type == LinkType.PCI] == [
@@ -48,7 +48,7 @@ def test_nics_of_a_virtual_machine_carry_something():
     ]
 
 
-def test_each_net_is_there_once():
+def test_each_net_is_listed_once():
     found = sipu()
     assert [(net.label, net.dev) for net in found.system.nets] == [("mlx5_0", 0), ("mlx5_1", 1)]
     reached = [
@@ -75,7 +75,7 @@ def test_paths_lead_over_the_nics(environ):
         }
 
 
-def test_without_peer_and_shared_memory_the_nics_join_the_devices():
+def test_without_p2p_and_shm_devices_use_the_network():
     found = sipu(1, NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
     assert found.local_ranks == ((0,), (1,), (2,), (3,))
     for domain in found.domains:
@@ -84,7 +84,7 @@ def test_without_peer_and_shared_memory_the_nics_join_the_devices():
         assert all(path.bw == 12.0 for path in domain.paths.row(GPU, 0, NET))
 
 
-def test_check_says_what_was_assumed():
+def test_check_reports_assumptions():
     findings = check_file(SIPU_XML, accelerators=read_accelerators(SIPU_TOML))
     texts = [finding.text for finding in findings]
     assert "link_speed of a nic is 'Unknown': 8 GT/s assumed, with 16 lanes 12 GB/s" in texts
@@ -101,7 +101,7 @@ def test_the_documentation_shows_this_example():
     assert result.output in page
 
 
-def test_without_the_description_the_way_out_is_named():
+def test_missing_description_is_suggested():
     findings = check_file(SIPU_XML, accelerators=())
     assert findings[0].severity == "error"
     assert any("--accelerators" in finding.fix for finding in findings)
@@ -142,7 +142,7 @@ def test_a_device_with_its_own_element_and_peer_links():
     assert found.paths.gpu_gpu(0, 1).type == PathType.NVL
 
 
-def test_a_dump_of_what_was_used_reads_the_same(tmp_path):
+def test_dump_round_trip(tmp_path):
     found = sipu(2)
     assert not dump_if_asked(found, {})
     out = tmp_path / "used.xml"
@@ -153,17 +153,22 @@ def test_a_dump_of_what_was_used_reads_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("lost", ["kind", "count", "bw"])
-def test_links_of_ours_need_their_attributes(lost):
+def test_xlinks_need_their_attributes(lost):
     link = re.sub(
         rf'{lost}="[^"]*" ?', "", '<xlink kind="switch" count="4" bw="100.0" switch="s"/>'
     )
-    text = f'<system version="1"><cpu numaid="0"><pci busid="1"><gpu sm="80">{link}</gpu></pci></cpu></system>'
+    text = (
+        f'<system version="1"><cpu numaid="0"><pci busid="1"><gpu sm="80">{link}</gpu></pci>'
+        "</cpu>"
+        "</system>"
+    )
     with pytest.raises(TopologyError, match=f"line 1: <xlink> has no {lost}"):
         analyse_topology(load_topology_text(text).root)
 
 
 AMD_GPU = (
-    '<pci busid="0000:0{0}:00.0" class="0x120000" vendor="0x1002" link_speed="32.0 GT/s PCIe" link_width="16">'
+    '<pci busid="0000:0{0}:00.0" class="0x120000" vendor="0x1002" link_speed="32.0 GT/s PCIe" '
+    'link_width="16">'
     '<gpu dev="{0}" sm="304" gcn="{1}" arch="38911" rank="{0}" gdr="1">'
     '<xgmi target="0000:0{2}:00.0" count="{3}" tclass="0x120000"/></gpu></pci>'
 )
@@ -171,7 +176,10 @@ AMD_GPU = (
 
 def amd(gcn: str, count: int = 1, version: int = 2) -> Topology:
     gpus = AMD_GPU.format(1, gcn, 2, count) + AMD_GPU.format(2, gcn, 1, count)
-    text = f'<system version="{version}"><cpu numaid="0" arch="x86_64" vendor="AuthenticAMD">{gpus}</cpu></system>'
+    text = (
+        f'<system version="{version}"><cpu numaid="0" arch="x86_64" '
+        f'vendor="AuthenticAMD">{gpus}</cpu></system>'
+    )
     return analyse_topology(load_topology_text(text).root)
 
 
@@ -179,7 +187,7 @@ def amd(gcn: str, count: int = 1, version: int = 2) -> Topology:
     ("gcn", "count", "bw"),
     [("gfx942", 1, 48.0), ("gfx90a", 4, 144.0), ("910", 1, 36.0), ("906", 2, 48.0)],
 )
-def test_xgmi_is_read_as_what_it_is(gcn, count, bw):
+def test_xgmi_links_connect_gpus(gcn, count, bw):
     found = amd(gcn, count)
     assert found.paths.gpu_gpu(0, 1).bw == bw
     assert found.paths.gpu_gpu(0, 1).type == PathType.NVL
@@ -187,7 +195,7 @@ def test_xgmi_is_read_as_what_it_is(gcn, count, bw):
     assert found.system.gpus[0].sm == 80  # not the number of compute units, which RCCL writes there
 
 
-def test_in_a_file_of_version_1_xgmi_is_nothing_as_for_nccl():
+def test_xgmi_is_ignored_in_version_1():
     found = amd("gfx942", version=1)
     assert found.paths.gpu_gpu(0, 1).type == PathType.PHB
 
@@ -228,7 +236,7 @@ def test_in_a_file_of_version_1_xgmi_is_nothing_as_for_nccl():
         ("format = 1\nother = " + "[" * 5000, "nested too deeply"),
     ],
 )
-def test_wrong_descriptions_are_named(toml, message, tmp_path):
+def test_invalid_descriptions_are_rejected(toml, message, tmp_path):
     path = tmp_path / "a.toml"
     path.write_text(toml)
     with pytest.raises(TopologyError, match=re.escape(str(path))) as error:
@@ -236,7 +244,7 @@ def test_wrong_descriptions_are_named(toml, message, tmp_path):
     assert message in str(error.value)
 
 
-def test_links_of_an_unknown_kind_are_named():
+def test_unknown_link_kinds_are_rejected():
     text = SIPU_XML.read_text().replace('type="switch"', 'type="ring"')
     with pytest.raises(
         TopologyError, match="line 5: <silink> has type='ring'; its description has switch, peer"

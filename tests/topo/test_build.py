@@ -1,4 +1,4 @@
-"""The system graph: bandwidths of links and the rules about order, on small machines made for each rule."""
+"""The system graph: link bandwidths and the rules about order, one small machine per rule."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def links(system: System, name: str) -> list[tuple[str, float, str]]:
 
 CPU = '<cpu numaid="{}" arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="143">{}</cpu>'
 PCI = 'class="0x030200" link_speed="16 GT/s" link_width="16"'
-GPU = f'<pci busid="0000:{{0:02x}}:00.0" {PCI}><gpu dev="{{0}}" rank="{{0}}" sm="80">{{1}}</gpu></pci>'
+GPU = (
+    f'<pci busid="0000:{{0:02x}}:00.0" {PCI}><gpu dev="{{0}}" rank="{{0}}" sm="80">{{1}}</gpu>'
+    "</pci>"
+)
 SWITCH = (
     '<pci busid="0000:{}:00.0" class="0x060400" {} link_speed="16 GT/s" link_width="16">{}</pci>'
 )
@@ -103,7 +106,7 @@ def test_pci_classes():
     ]
 
 
-def test_nvlinks_to_one_peer_add_up_and_stand_before_pci():
+def test_nvlinks_to_one_peer_add_up_and_precede_pci():
     peer = '<nvlink target="0000:{:02x}:00.0" count="{}" tclass="0x030200"/>'
     one = GPU.format(1, peer.format(2, 2) + peer.format(3, 4) + peer.format(2, 1))
     system = build(CPU.format(0, one + GPU.format(2, "") + GPU.format(3, "")))
@@ -114,7 +117,7 @@ def test_nvlinks_to_one_peer_add_up_and_stand_before_pci():
     ]
 
 
-def test_all_switches_are_one_and_a_link_to_a_cpu_is_the_own_one():
+def test_switches_are_merged_and_cpu_links_are_local():
     link = '<nvlink target="x" count="2" tclass="{}"/>'
     system = build(
         CPU.format(
@@ -124,7 +127,8 @@ def test_all_switches_are_one_and_a_link_to_a_cpu_is_the_own_one():
             ),
         )
     )
-    # The first link to the CPU is put last, and that is the faster one (NCCL's ncclTopoSort looks at the node, not at the type).
+    # The first link to the CPU is moved to the end, and that is the faster one: NCCL's ncclTopoSort
+    # compares the node, not the type.
     assert links(system, "GPU/0-1000") == [
         ("NVL", 80.0, "NVS/0-0"),
         ("PCI", 24.0, "CPU/0-3"),
@@ -133,7 +137,7 @@ def test_all_switches_are_one_and_a_link_to_a_cpu_is_the_own_one():
     assert links(system, "NVS/0-0") == [("NVL", 80.0, "GPU/0-1000")]
 
 
-def test_links_up_come_last():
+def test_upstream_links_are_last():
     system = build(
         CPU.format(0, SWITCH.format("10", "", GPU.format(1, "") + GPU.format(2, "")))
         + CPU.format(1, "")
@@ -168,7 +172,7 @@ def test_broadcom_gen4_switches_lose_their_second_level():
 
 
 @pytest.mark.parametrize(("level", "merged"), [("0x1002", True), ("0x0002", False)])
-def test_broadcom_gen5_levels_are_told_by_the_subsystem(level, merged):
+def test_broadcom_gen5_level_is_in_the_subsystem_id(level, merged):
     top = 'vendor="0x1000" device="0xc030" subsystem_vendor="0x1000" subsystem_device="0x0001"'
     below = f'vendor="0x1000" device="0xc030" subsystem_vendor="0x1000" subsystem_device="{level}"'
     system = build(
@@ -194,7 +198,9 @@ def test_links_between_switches():
 
 
 def test_nics_below_cpus_are_one_node():
-    """A NIC is known by its bus id alone, so that both CPUs' virtual NICs are the node of the first."""
+    """A NIC is identified by its bus id alone, so both CPUs' virtual NICs are the node of the
+    first.
+    """
     nic = '<nic><net name="a" dev="{}" speed="100000"/></nic>'
     system = build(CPU.format(0, GPU.format(1, "") + nic.format(0)) + CPU.format(1, nic.format(1)))
     assert links(system, "NIC/0-0") == [
@@ -261,13 +267,13 @@ def test_c2c_and_several_hosts():
         ),
     ],
 )
-def test_what_is_missing_is_named(inside, message):
+def test_missing_attributes_are_named(inside, message):
     with pytest.raises(TopologyError) as error:
         build(inside)
     assert message in str(error.value)
 
 
-def test_records_refuse_what_cannot_be():
+def test_invalid_systems_are_rejected():
     gpu, cpu = GpuNode(id=1), PciNode(id=2)
     with pytest.raises(TopologyError, match="out of order"):
         System(nodes=(cpu, gpu))

@@ -1,4 +1,4 @@
-"""What ``topo check`` finds and how two machines are compared."""
+"""Findings of ``topo check`` and comparison of two machines."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from miraccl.topo.load import load_topology_text
 from miraccl.topo.xmlfile import read_topology
 from tests.topo.golden import TOPOLOGIES
 
+_LINK = '<nvlink target="0000:0{}:00.0" count="4" tclass="0x030200"/>'
 GOOD = """<system version="1">
 <cpu numaid="0" arch="x86_64" vendor="AuthenticAMD">
 <pci busid="0000:01:00.0" class="0x030200" link_speed="16.0 GT/s PCIe" link_width="16">
-<gpu dev="0" rank="0" sm="80" gdr="1"><nvlink target="0000:02:00.0" count="4" tclass="0x030200"/></gpu>
+<gpu dev="0" rank="0" sm="80" gdr="1">{link_to_2}</gpu>
 </pci>
 <pci busid="0000:02:00.0" class="0x030200" link_speed="16.0 GT/s PCIe" link_width="16">
-<gpu dev="1" rank="1" sm="80" gdr="1"><nvlink target="0000:01:00.0" count="4" tclass="0x030200"/></gpu>
+<gpu dev="1" rank="1" sm="80" gdr="1">{link_to_1}</gpu>
 </pci>
 <pci busid="0000:03:00.0" class="0x020000" link_speed="16.0 GT/s PCIe" link_width="16">
 <nic><net name="mlx5_0" dev="0" speed="100000" gdr="1"/></nic>
 </pci>
 </cpu>
 </system>
-"""
+""".format(link_to_1=_LINK.format(1), link_to_2=_LINK.format(2))
 
 FLAWS = {
     "speed": (
@@ -175,9 +176,9 @@ def test_a_complete_file_has_no_findings():
     assert check_topology(load_topology_text(GOOD)) == []
 
 
-@pytest.mark.parametrize("flaw", FLAWS)
-def test_flaws_are_found(flaw):
-    old, new, severity, line, text = FLAWS[flaw]
+@pytest.mark.parametrize("defect", FLAWS)
+def test_defects_are_found(defect):
+    old, new, severity, line, text = FLAWS[defect]
     assert old in GOOD
     findings = check_topology(load_topology_text(GOOD.replace(old, new, 1)))
     assert [f for f in findings if f.severity == severity and f.line == line and text in f.text], (
@@ -185,7 +186,7 @@ def test_flaws_are_found(flaw):
     )
 
 
-def test_a_file_that_cannot_be_read_is_one_error(tmp_path):
+def test_unreadable_file_is_one_error(tmp_path):
     path = tmp_path / "broken.xml"
     path.write_text(GOOD.replace("</cpu>", ""))
     (finding,) = check_file(path)
@@ -202,14 +203,14 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path):
         (GOOD.index("</pci>"), 5, "no element found: <pci> of line 3 is not closed"),
     ],
 )
-def test_a_file_that_ends_too_early_says_what_to_close(cut, line, text, tmp_path):
+def test_truncated_file_names_the_open_element(cut, line, text, tmp_path):
     (tmp_path / "a, b.xml").write_text(GOOD[:cut])
     (finding,) = check_file(tmp_path / "a, b.xml")
     assert (finding.severity, finding.line, finding.text) == ("error", line, text)
     assert finding.fix.startswith("close every element")
 
 
-def test_the_line_of_an_error_is_said_once(tmp_path):
+def test_line_of_an_error_is_printed_once(tmp_path):
     (tmp_path / "x.xml").write_text(GOOD.replace(' sm="80"', ""))
     assert [(f.line, f.text) for f in check_file(tmp_path / "x.xml") if f.severity == "error"] == [
         (4, "<gpu> has no sm")
@@ -217,7 +218,7 @@ def test_the_line_of_an_error_is_said_once(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["second in its element", "below a NIC"])
-def test_gpus_that_do_not_get_into_the_machine_are_refused(where):
+def test_dropped_gpus_are_rejected(where):
     second = '<gpu dev="1" rank="1" sm="80" gdr="1"/>'
     text = GOOD.replace("<nvlink", "<nothing")
     if where == "below a NIC":
@@ -250,14 +251,17 @@ def test_bus_ids_and_numbers_are_of_one_host():
     assert any("2 hosts" in finding.text for finding in found)
 
 
-def test_equal_findings_are_put_together():
+def test_equal_findings_are_merged():
     findings = check_topology(load_topology_text(GOOD.replace("16.0 GT/s PCIe", "fast")))
     (gpus,) = [f for f in findings if "of a gpu is 'fast'" in f.text]
     assert (gpus.count, gpus.line) == (2, 3)
 
 
-def test_a_pci_tree_only_says_what_to_add():
-    text = '<system version="1"><cpu numaid="0" arch="arm64"><pci busid="0000:01:00.0" class="0x060400"/></cpu></system>'
+def test_pci_tree_without_gpus_suggests_a_fix():
+    text = (
+        '<system version="1"><cpu numaid="0" arch="arm64"><pci busid="0000:01:00.0" '
+        'class="0x060400"/></cpu></system>'
+    )
     errors = [f for f in check_topology(load_topology_text(text)) if f.severity == "error"]
     assert "add a <gpu> element" in errors[0].fix
 
@@ -266,12 +270,12 @@ def machine(name):
     return analyse_topology(read_topology(TOPOLOGIES / f"{name}.xml").root)
 
 
-def test_a_machine_is_like_itself():
+def test_machine_equals_itself():
     assert compare_topologies(machine("nvidia-dgxa100"), machine("nvidia-dgxa100")) == []
     assert compare_names(machine("nvidia-dgxa100").system, machine("nvidia-dgxa100").system) == []
 
 
-def test_two_models_differ_in_what_matters():
+def test_two_models_differ():
     found = {
         d.where: (d.left, d.right, d.count)
         for d in compare_topologies(machine("nvidia-dgxa100"), machine("nvidia-dgxh100"))
@@ -283,7 +287,7 @@ def test_two_models_differ_in_what_matters():
     assert compare_names(machine("nvidia-dgxa100").system, machine("nvidia-dgxh100").system)
 
 
-def test_one_slow_link_is_seen():
+def test_one_slow_link_is_found():
     left = analyse_topology(load_topology_text(GOOD).root)
     right = analyse_topology(load_topology_text(GOOD.replace('count="4"', 'count="3"', 1)).root)
     assert [(d.where, d.left, d.right) for d in compare_topologies(left, right)][:1] == [

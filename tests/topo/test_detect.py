@@ -1,4 +1,4 @@
-"""Detection on machines made of files, and on the one the tests run on."""
+"""Detection on machines made of files, and on the one that runs the tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEVICE = {
 
 @pytest.fixture
 def machine(tmp_path):
-    """Two NUMA domains; on the first a switch with two GPUs and a NIC, on the second a GPU below a root port."""
+    """Two NUMA domains: a switch with two GPUs and a NIC below one, a GPU below the other."""
     fake = FakeMachine(tmp_path)
     fake.numa(0, "0-3", "0f")
     fake.numa(1, "4-7", "f0")
@@ -63,44 +63,50 @@ GPUS = [
 ]
 
 
-def test_a_machine_becomes_the_file_nccl_would_write(machine):
+def test_detected_file_is_that_of_nccl(machine):
     file = detect_machine(machine.root, gpus=GPUS, arch="x86_64")
-    assert (
-        format_topology(file.root).splitlines()
-        == [
-            '<system version="1">',
-            '  <cpu numaid="0" affinity="0f" arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="143">',
-            '    <pci busid="0000:01:00.0" class="0x060400" vendor="0x1000" device="0xc010" link_speed="16.0 GT/s PCIe" link_width="16">',
-            '      <pci busid="0000:03:00.0" class="0x030200" vendor="0x10de" device="0x2335" subsystem_vendor="0x10de" '
-            'subsystem_device="0x18bf" link_speed="16.0 GT/s PCIe" link_width="16">',
-            '        <gpu dev="0" sm="80" rank="0" gdr="1">',
-            '          <nvlink target="0000:04:00.0" count="4" tclass="0x030200"/>',
-            "        </gpu>",
-            "      </pci>",
-            '      <pci busid="0000:05:00.0" class="0x020700" link_speed="16.0 GT/s PCIe" link_width="16">',
-            "        <nic>",
-            '          <net name="mlx5_0" dev="0" latency="0" speed="200000" port="1" guid="0x1e95b50003fd7010" maxconn="131072" gdr="1"/>',
-            "        </nic>",
-            "      </pci>",
-            '      <pci busid="0000:04:00.0" class="0x030200" vendor="0x10de" device="0x2335" subsystem_vendor="0x10de" '
-            'subsystem_device="0x18bf" link_speed="8.0 GT/s PCIe" link_width="16">',  # the port is slower than the GPU
-            '        <gpu dev="1" sm="80" rank="1" gdr="1">',
-            '          <nvlink target="0000:03:00.0" count="4" tclass="0x030200"/>',
-            "        </gpu>",
-            "      </pci>",
-            "    </pci>",
-            "  </cpu>",
-            '  <cpu numaid="1" affinity="f0" arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="143">',
-            '    <pci busid="0000:81:00.0" class="0x030200" link_speed="16.0 GT/s PCIe" link_width="8">',
-            '      <gpu dev="2" sm="80" rank="2" gdr="1">',
-            '        <nvlink target="fffffff:ffff:ff" count="6" tclass="0x068000"/>',
-            '        <c2c bw="44712" count="10"/>',
-            "      </gpu>",
-            "    </pci>",
-            "  </cpu>",
-            "</system>",
-        ]
-    )
+    assert format_topology(file.root).splitlines() == [
+        '<system version="1">',
+        '  <cpu numaid="0" affinity="0f" arch="x86_64" vendor="GenuineIntel" familyid="6" '
+        'modelid="143">',
+        '    <pci busid="0000:01:00.0" class="0x060400" vendor="0x1000" device="0xc010" '
+        'link_speed="16.0 GT/s PCIe" link_width="16">',
+        '      <pci busid="0000:03:00.0" class="0x030200" vendor="0x10de" device="0x2335" '
+        'subsystem_vendor="0x10de" '
+        'subsystem_device="0x18bf" link_speed="16.0 GT/s PCIe" link_width="16">',
+        '        <gpu dev="0" sm="80" rank="0" gdr="1">',
+        '          <nvlink target="0000:04:00.0" count="4" tclass="0x030200"/>',
+        "        </gpu>",
+        "      </pci>",
+        '      <pci busid="0000:05:00.0" class="0x020700" link_speed="16.0 GT/s PCIe" '
+        'link_width="16">',
+        "        <nic>",
+        '          <net name="mlx5_0" dev="0" latency="0" speed="200000" port="1" '
+        'guid="0x1e95b50003fd7010" maxconn="131072" gdr="1"/>',
+        "        </nic>",
+        "      </pci>",
+        '      <pci busid="0000:04:00.0" class="0x030200" vendor="0x10de" device="0x2335" '
+        'subsystem_vendor="0x10de" '
+        # the port is slower than the GPU
+        'subsystem_device="0x18bf" link_speed="8.0 GT/s PCIe" link_width="16">',
+        '        <gpu dev="1" sm="80" rank="1" gdr="1">',
+        '          <nvlink target="0000:03:00.0" count="4" tclass="0x030200"/>',
+        "        </gpu>",
+        "      </pci>",
+        "    </pci>",
+        "  </cpu>",
+        '  <cpu numaid="1" affinity="f0" arch="x86_64" vendor="GenuineIntel" familyid="6" '
+        'modelid="143">',
+        '    <pci busid="0000:81:00.0" class="0x030200" link_speed="16.0 GT/s PCIe" '
+        'link_width="8">',
+        '      <gpu dev="2" sm="80" rank="2" gdr="1">',
+        '        <nvlink target="fffffff:ffff:ff" count="6" tclass="0x068000"/>',
+        '        <c2c bw="44712" count="10"/>',
+        "      </gpu>",
+        "    </pci>",
+        "  </cpu>",
+        "</system>",
+    ]
 
 
 def test_a_detected_machine_can_be_planned_on(machine):
@@ -112,7 +118,7 @@ def test_a_detected_machine_can_be_planned_on(machine):
     assert not [finding for finding in check_topology(file) if finding.severity == "error"]
 
 
-def test_without_verbs_the_interfaces_are_the_nets(machine):
+def test_interfaces_are_the_nets_without_verbs(machine):
     machine.file("sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN")
     nic = (machine.root / "sys/bus/pci/devices/0000:05:00.0").resolve()
     machine.net("eth10", nic, speed="100000")
@@ -140,7 +146,7 @@ def test_ports_of_a_nic_are_one_device(machine):
     assert found.system.count(NodeType.NIC) == 1
 
 
-def test_a_gpu_that_sysfs_does_not_show(machine):
+def test_gpu_missing_from_sysfs(machine):
     file = detect_machine(
         machine.root, gpus=[GpuInfo(dev=0, bus_id="0000:77:00.0", sm=90)], arch="x86_64"
     )
@@ -160,8 +166,10 @@ PROVIDED = """<system version="1">
 
 
 @pytest.mark.parametrize("place", ["named", "provided"])
-def test_a_provider_s_tree_is_completed(machine, place):
-    """What the file says goes before what the kernel shows; devices it lacks are added, those nobody uses are dropped."""
+def test_provider_file_is_completed(machine, place):
+    """Values of the file take precedence over the kernel's; missing devices are added, unused ones
+    dropped.
+    """
     if place == "named":
         file = detect_machine(
             machine.root, gpus=GPUS[:1], arch="x86_64", base=parse_topology(PROVIDED).root
@@ -192,7 +200,7 @@ def test_a_host_of_cpus_is_a_topology(machine):
     assert any("6 CPU ranks" in text for _, text in file.notes)
 
 
-def test_a_host_that_shows_nothing(tmp_path):
+def test_host_without_sysfs(tmp_path):
     file = detect_machine(tmp_path, gpus=[], arch="aarch64")
     assert (
         file.notes[0][1]
@@ -218,8 +226,8 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", [*ODD, "missing", "folder", "loop"])
-def test_a_kernel_s_file_that_is_odd(machine, name):
-    """Each file in turn: the machine is found all the same, and what is written can be read."""
+def test_odd_kernel_files(machine, name):
+    """For each file in turn the machine is still found, and the result can be read."""
     files = [path for path in machine.root.rglob("*") if path.is_file() and not path.is_symlink()]
     assert len(files) > 60
     for path in files:
@@ -243,8 +251,8 @@ def test_a_kernel_s_file_that_is_odd(machine, name):
         path.write_bytes(was)
 
 
-def test_names_that_are_odd(machine):
-    """Linux takes all but spaces, slashes and colons in names of interfaces."""
+def test_odd_interface_names(machine):
+    """Linux allows all characters except spaces, slashes and colons in names of interfaces."""
     os.makedirs(os.fsencode(machine.root) + b"/sys/class/net/a\xff\x01\xc2\xb2")
     (machine.root / "sys/class/net/\u00b2").mkdir()
     for path in (machine.root / "sys/class/net").iterdir():
@@ -260,7 +268,7 @@ def test_names_that_are_odd(machine):
     }
 
 
-def test_a_device_that_is_above_itself(machine):
+def test_cyclic_pci_tree(machine):
     """Links of a recorded folder may lead anywhere."""
     inner = machine.pci("pci0000:90/0000:90:01.0/0000:91:00.0/x/0000:91:00.0", cls="0x030200")
     upper = machine.root / "sys/devices/pci0000:90/0000:90:01.0/0000:91:00.0/0000:92:00.0"
@@ -305,7 +313,7 @@ def test_helpers():
 
 
 class FakeNvml:
-    """As much of pynvml as is asked: one Hopper GPU with two active links to a switch, one inactive, one C2C link."""
+    """Used part of pynvml: a Hopper GPU, two active links to a switch, one inactive, one C2C."""
 
     class NVMLError(Exception):
         pass
@@ -332,7 +340,9 @@ class FakeNvml:
     def nvmlDeviceGetPciInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
         return SimpleNamespace(busId=b"00000000:1B:00.0")
 
-    def nvmlDeviceGetNvLinkCapability(self, handle: int, link: int, capability: int) -> int:  # noqa: N802
+    def nvmlDeviceGetNvLinkCapability(  # noqa: N802
+        self, handle: int, link: int, capability: int
+    ) -> int:
         if link > 3:
             raise self.NVMLError("Invalid Argument")
         return int(link != 3)
@@ -340,7 +350,9 @@ class FakeNvml:
     def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:  # noqa: N802
         return int(link < 2)
 
-    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> SimpleNamespace:  # noqa: N802
+    def nvmlDeviceGetNvLinkRemotePciInfo(  # noqa: N802
+        self, handle: int, link: int
+    ) -> SimpleNamespace:
         return SimpleNamespace(busId=b"FFFFFFFF:FF:FF.0", **self.legacy)
 
     legacy: ClassVar[dict[str, bytes]] = {}
@@ -352,7 +364,7 @@ class FakeNvml:
         return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=value))]
 
 
-def test_facts_from_nvml(monkeypatch):
+def test_gpu_info_from_nvml(monkeypatch):
     nvml = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     gpus, _ = read_gpus()
@@ -367,7 +379,9 @@ def test_facts_from_nvml(monkeypatch):
 
 
 def test_a_virtual_machine_as_nccl_dumped_it(tmp_path):
-    """Two H200 in a virtual machine: byte for byte the file NCCL 2.28.9 wrote there, less the host's hash."""
+    """Two H200 in a virtual machine: the file that NCCL 2.28.9 wrote there, without the host's
+    hash.
+    """
     fake = FakeMachine(tmp_path)
     fake.cpuinfo("GenuineIntel", 6, 207)
     fake.numa(0, "0-31")
@@ -400,7 +414,7 @@ def test_a_virtual_machine_as_nccl_dumped_it(tmp_path):
         (FakeNvml(count=0), "NVML shows no GPU"),
     ],
 )
-def test_no_gpus_have_a_reason(monkeypatch, nvml, why):
+def test_missing_gpus_have_a_reason(monkeypatch, nvml, why):
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     gpus, reason = read_gpus()
     assert gpus == []

@@ -1,4 +1,4 @@
-"""System, paths and domains are NCCL's, digit by digit, for every recorded decision."""
+"""System, paths and domains equal NCCL's, digit by digit, for every recorded decision."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_json_form_restores_records(topology):
 
 
 def test_a_wrong_digit_is_noticed():
-    """The comparison can fail: half a percent on one link changes what is compared."""
+    """The comparison can fail: half a percent on one link changes the compared values."""
     case = OWN["nvidia-dgxh100.xml"][0]
     want = case.load()
     want["system"]["GPU"][0]["links"][0][1] *= 1.005

@@ -1,4 +1,4 @@
-"""Rules about paths, each on a machine where it decides, and the reasons that are kept."""
+"""Path rules, each on a machine where it applies, and the recorded reasons."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ GPU, NET = NodeType.GPU, NodeType.NET
 
 def topology(name: str, nodes: int = 1, **rules: object) -> tuple[Topology, PathChangeLog]:
     notes = PathChangeLog()
-    options = TopoOptions(nodes=nodes, paths=replace(PathOptions(), **rules))  # type: ignore[arg-type]
+    paths = replace(PathOptions(), **rules)  # type: ignore[arg-type]
+    options = TopoOptions(nodes=nodes, paths=paths)
     return analyse_topology(
         read_topology(TOPOLOGIES / f"{name}.xml").root, options, recorder=notes
     ), notes
@@ -66,7 +67,7 @@ def test_rules_that_apply(name, options, expected):
         assert not found & {"pxn", "p2p_level"}
 
 
-def test_every_rule_leaves_a_sentence():
+def test_every_rule_has_a_description():
     seen: set[str] = set()
     for name, options in (
         ("pcie4-4nic-netfaster", {}),
@@ -120,7 +121,7 @@ def test_amd_pairs_may_access_each_other_everywhere():
     assert p2p_level(two.system, PathOptions(p2p_level=PathType.LOC)) == PathType.LOC
 
 
-def test_domains_become_systems_of_their_own():
+def test_domains_become_separate_systems():
     found, notes = topology("pcie4-4nic-netfaster", 2)
     assert found.local_ranks == ((0, 1), (2, 3))
     assert {(i, j) for i, j, _ in notes.find_separations()} == {
@@ -227,5 +228,5 @@ def test_local_cpu_and_merged_types():
     assert merged_type(PathType.PIX, PathType.SYS) == PathType.SYS
 
 
-def test_a_table_answers_where_nothing_was_computed():
+def test_path_table_defaults():
     assert PathTable().gpu_net(0, 0) == DISCONNECTED

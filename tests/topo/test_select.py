@@ -1,4 +1,4 @@
-"""Which part of a file takes part: ranks, selection of GPUs, fusion of the ranks' views."""
+"""Selection of ranks and GPUs, and fusion of the ranks' views."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def pci(bus: str, inside: str, cls: str = "0x030200") -> str:
 
 def tree(inside: str) -> XmlNode:
     return parse_topology(
-        f'<system version="1"><cpu numaid="0" arch="x86_64" vendor="AuthenticAMD">{inside}</cpu></system>'
+        '<system version="1"><cpu numaid="0" arch="x86_64" '
+        f'vendor="AuthenticAMD">{inside}</cpu></system>'
     ).root
 
 
@@ -52,7 +53,7 @@ def test_ranks_of_another_node_become_local():
     assert gpus(select_topology(root, TopoOptions())) == [("0", "1"), ("1", "0")]
 
 
-def test_two_gpus_of_one_rank_are_refused():
+def test_two_gpus_with_one_rank_are_rejected():
     root = tree(
         pci("0000:01:00.0", '<gpu dev="0" rank="0" sm="80"/>')
         + pci("0000:02:00.0", '<gpu dev="1" rank="0" sm="80"/>')
@@ -71,7 +72,7 @@ FOUR = "".join(
 )
 
 
-def test_chosen_gpus_are_ranked_in_the_order_of_the_choice():
+def test_selected_gpus_are_ranked_in_selection_order():
     selected = select_topology(tree(FOUR), TopoOptions(gpus=(2, 0)))
     assert gpus(selected) == [("0", "1"), ("2", "0")]
     assert (
@@ -79,16 +80,16 @@ def test_chosen_gpus_are_ranked_in_the_order_of_the_choice():
     )  # switches without a GPU are gone
 
 
-def test_choices_that_make_no_sense():
+def test_invalid_selections():
     with pytest.raises(TopologyError, match="cannot select GPU 7: the topology has dev 0, 1, 2, 3"):
         select_topology(tree(FOUR), TopoOptions(gpus=(0, 7)))
     with pytest.raises(InvalidUsage, match="is repeated"):
         TopoOptions(gpus=(1, 1))
-    with pytest.raises(InvalidUsage, match="at least 1 node"):
+    with pytest.raises(InvalidUsage, match="at least 1"):
         TopoOptions(nodes=0)
 
 
-def test_collnet_marks_nets_that_do_not_say():
+def test_collnet_marks_nets_without_coll():
     root = tree(FOUR + '<nic><net dev="0"/><net dev="1" coll="0"/></nic>')
     nets = [
         n.attrs["coll"]
@@ -98,8 +99,8 @@ def test_collnet_marks_nets_that_do_not_say():
     assert nets == ["1", "0"]
 
 
-def test_fusion_appends_what_a_rank_adds():
-    """Rank 1 stands first in the file; merged in rank order it comes second, behind the net that rank 0 brought."""
+def test_fusion_appends_the_elements_of_a_rank():
+    """Rank 1 is first in the file; merged in rank order it is second, after the net of rank 0."""
     one, zero = (
         pci("0000:01:00.0", '<gpu dev="1" rank="1" sm="80"/>'),
         pci("0000:02:00.0", '<gpu dev="0" rank="0" sm="80"/>'),
@@ -118,12 +119,12 @@ def test_fusion_appends_what_a_rank_adds():
     ]
 
 
-def test_fusion_leaves_a_merged_tree_alone():
+def test_fusion_keeps_a_merged_tree():
     root = select_topology(tree(FOUR), TopoOptions())
     assert format_topology(select_topology(root, TopoOptions(fuse=True))) == format_topology(root)
 
 
-def test_no_gpu_is_said():
+def test_no_gpu_is_an_error():
     with pytest.raises(TopologyError, match="no GPU takes part"):
         analyse_topology(tree('<nic><net dev="0"/></nic>'))
 

@@ -1,4 +1,4 @@
-"""Reading topology files: what is refused and where, NCCL's way with numbers, and files nobody should have written."""
+"""Reading topology files: rejected files, NCCL's number parsing, malformed input."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_the_place(name):
+def test_rejected_with_the_line(name):
     text, message = REFUSED[name]
     with pytest.raises(TopologyError) as error:
         parse_topology(text)
@@ -77,14 +77,14 @@ def test_refused_with_the_place(name):
 
 
 def test_entities_do_not_expand():
-    """Nine levels of ten references each, a billion letters, cost nothing."""
+    """Nine levels of ten references each, a billion letters, cost no time."""
     levels = "".join(f'<!ENTITY e{i} "{f"&e{i - 1};" * 10}">' for i in range(1, 10))
     bomb = f'<!DOCTYPE system [<!ENTITY e0 "x">{levels}]><system version="1" name="&e9;"/>'
     with pytest.raises(TopologyError, match="no document type"):
         parse_topology(bomb)
 
 
-def test_large_files_are_refused_unread(tmp_path):
+def test_large_files_are_rejected_unread(tmp_path):
     path = tmp_path / "large.xml"
     with path.open("wb") as file:
         file.write(b'<system version="1">')
@@ -93,7 +93,7 @@ def test_large_files_are_refused_unread(tmp_path):
         read_topology(path)
 
 
-def test_more_nodes_than_nccl_has_room_for_are_refused():
+def test_more_nodes_than_the_limit_are_rejected():
     gpus = "".join(
         f'<pci busid="{i:x}" class="0x030200"><gpu dev="{i}" rank="{i}" sm="80"/></pci>'
         for i in range(577)
@@ -104,12 +104,12 @@ def test_more_nodes_than_nccl_has_room_for_are_refused():
 
 
 def test_one_endless_token_is_read_in_time():
-    """A value as large as the limit ends in an error, not in quadratic work."""
+    """A value as large as the limit is rejected without quadratic work."""
     with pytest.raises(TopologyError):
         parse_topology(b'<system version="1" name="' + b"x" * (xmlfile.MAX_BYTES - 100))
 
 
-def test_a_name_as_large_as_a_file_is_not_repeated():
+def test_huge_names_are_truncated_in_errors():
     with pytest.raises(TopologyError, match=r"the outermost element is <s{40}>, expected"):
         parse_topology("<" + "s" * 100_000 + "/>")
     (note,) = parse_topology('<system version="1"><' + "s" * 100_000 + "/></system>").notes
@@ -117,7 +117,7 @@ def test_a_name_as_large_as_a_file_is_not_repeated():
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder"])
-def test_what_cannot_be_opened(kind, tmp_path):
+def test_unreadable_paths(kind, tmp_path):
     path = tmp_path / "no.xml" if kind == "missing" else tmp_path
     with pytest.raises(TopologyError, match=str(tmp_path)):
         read_topology(path)
@@ -152,7 +152,7 @@ def test_limits_of_nccl_are_noted():
     ]
 
 
-def test_single_elements_are_told_from_empty_ones():
+def test_self_closing_elements_are_distinguished():
     root = parse_topology(
         '<system version="1"><cpu numaid="0"/><cpu numaid="1"></cpu></system>'
     ).root
@@ -185,11 +185,11 @@ def test_markup_in_values_survives():
         ("9" * 40, -1),
     ],
 )
-def test_integers_as_c_reads_them(text, value):
+def test_integers_parse_like_c(text, value):
     assert c_int(text) == value
 
 
-def test_other_numbers_as_c_reads_them():
+def test_other_numbers_parse_like_c():
     assert c_uint64("0x1e95b50003fd7010", 16) == 0x1E95B50003FD7010
     assert c_uint64("-1", 16) == (1 << 64) - 1
     assert c_uint64("f" * 30, 16) == (1 << 64) - 1
@@ -201,7 +201,7 @@ def test_other_numbers_as_c_reads_them():
     assert bus_id("") == 0
 
 
-# Files nobody should have written: the answer is a topology or a TopologyError, never anything else.
+# Malformed files: the result is a topology or a TopologyError, never another exception.
 
 NAMES = (
     "system",
@@ -252,7 +252,7 @@ LIKELY = {
 
 
 def values(key: str) -> st.SearchStrategy[str]:
-    """Mostly what fits an attribute, sometimes something else."""
+    """Draw mostly valid attribute values."""
     return st.sampled_from(LIKELY.get(key, NUMBERS)) | st.sampled_from((*NUMBERS, *TEXTS))
 
 
@@ -272,7 +272,7 @@ def elements(draw: st.DrawFn, parent: str = "system", depth: int = 0) -> XmlNode
 
 @settings(max_examples=80, deadline=None)
 @given(st.data(), st.sampled_from(["1", "2"]))
-def test_a_machine_with_strange_parts_is_a_topology_or_an_error(data, version):
+def test_random_machines_are_a_topology_or_an_error(data, version):
     root = read_topology(TOPOLOGIES / "pcie2-intel-nic200.xml").root
     root.attrs["version"] = version
     for _ in range(data.draw(st.integers(1, 4))):
@@ -311,9 +311,10 @@ def test_damaged_files_are_a_topology_or_an_error(path, data):
 
 
 def assert_consistent(topology: Topology) -> None:
-    """Every path follows links of the system and ends where it should; both records survive JSON.
+    """Check that every path follows links of the system to its target, and that both survive JSON.
 
-    Where nodes share an id, as in no real machine, NCCL's routes to them are mixed up, and ours are the same: then only JSON is tried.
+    If nodes share an id, which no real machine has, NCCL's routes to them are mixed up, like ours:
+    then only JSON is checked.
     """
     system, paths = topology.system, topology.paths
     unique = len({node.name for node in system.nodes}) == len(system.nodes)
@@ -324,7 +325,8 @@ def assert_consistent(topology: Topology) -> None:
             at = system.links[hop].target
         if path.hops:
             assert at == system.index(target, j)
-            # NCCL searches from the target outwards, so it is the reverse links that count where the directions differ.
+            # NCCL searches from the target outwards, so the reverse links count where the
+            # directions differ.
             back = [system.links[system.reverse_links[hop]].bw for hop in path.hops]
             assert path.bw <= min(max(system.links[hop].bw, bw) for hop, bw in zip(path.hops, back))
     restored = system_from_json(system_to_json(system))

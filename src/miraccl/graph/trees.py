@@ -26,7 +26,7 @@ from miraccl.graph.channel_graph import Pattern
 from miraccl.graph.rank_layout import Int32Array, RankLayout
 
 TREE_ARITY = 3
-"""Maximum children of a rank: next GPU of the chain and two nodes (NCCL ``NCCL_MAX_TREE_ARITY``)."""
+"""Maximum children of a rank: a GPU of the chain and two nodes (NCCL ``NCCL_MAX_TREE_ARITY``)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -454,7 +454,7 @@ def check(file: str | None, accelerators: tuple[str, ...], json_target: str | No
             times = f" ({finding.count} times)" if finding.count > 1 else ""
             click.echo(f"{finding.severity}: {place}{finding.text}{times}")
             if finding.fix:
-                click.echo(f"    mend: {finding.fix}")
+                click.echo(f"    fix: {finding.fix}")
         if not findings:
             click.echo("no problems: the file is complete")
     if any(finding.severity == "error" for finding in findings):

@@ -46,10 +46,10 @@ from miraccl.topo.vertices import Vertex, cpu_of, join
 from miraccl.topo.xmlfile import XmlNode, bus_id, c_float, c_long, c_uint64
 
 MAX_NODES = 576
-"""Maximum nodes of one type (``NCCL_TOPO_MAX_NODES``); also bounds the work that a file can cause."""
+"""Maximum nodes of one type (``NCCL_TOPO_MAX_NODES``); also bounds the work caused by a file."""
 
 MAX_LATENCY = 1e9
-"""Limit on a net's latency in us: far beyond any network, and sums stay finite in single precision."""
+"""Limit on a net's latency (us): far beyond any network; sums stay finite in single precision."""
 
 
 class _Builder:

@@ -37,8 +37,9 @@ LOC_BW = 5000.0
 """GB/s of a node to itself and of links without a limit of their own (NCCL ``LOC_BW``)."""
 
 LOCAL_ID_MASK = (1 << 56) - 1
-"""Mask of the local id in ``system << 56 | local id``: NUMA number of a CPU, bus id of a PCI device,
-device number of a NET."""
+"""Mask of the local id in ``system << 56 | local id``.
+
+The local id is the NUMA number of a CPU, the bus id of a PCI device, the device number of a NET."""
 
 UNDEF = -1
 

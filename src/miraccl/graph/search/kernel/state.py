@@ -56,7 +56,8 @@ LINK = _record(bw=_F, pci=_I)
 """``pci``: 1 on a PCI link."""
 
 HOP = _record(link=_I, reverse_link=_I, reverse_share=_F)
-"""One hop of a path; the opposite link ``reverse_link`` loses ``reverse_share`` of the bandwidth."""
+"""One hop of a path; the opposite link ``reverse_link`` loses ``reverse_share`` of its bandwidth,
+too."""
 
 PATH = _record(first=_I, count=_I, type=_I, bw=_F, pci_overhead=_I)
 """The path ``hops[first : first + count]``. ``pci_overhead`` is 1 if its PCI links carry 6/5 of the
