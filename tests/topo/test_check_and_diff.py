@@ -12,20 +12,20 @@ from miraccl.topo.xmlfile import read_topology
 from tests.topo.golden import TOPOLOGIES
 
 _LINK = '<nvlink target="0000:0{}:00.0" count="4" tclass="0x030200"/>'
-GOOD = """<system version="1">
+GOOD = f"""<system version="1">
 <cpu numaid="0" arch="x86_64" vendor="AuthenticAMD">
 <pci busid="0000:01:00.0" class="0x030200" link_speed="16.0 GT/s PCIe" link_width="16">
-<gpu dev="0" rank="0" sm="80" gdr="1">{link_to_2}</gpu>
+<gpu dev="0" rank="0" sm="80" gdr="1">{_LINK.format(2)}</gpu>
 </pci>
 <pci busid="0000:02:00.0" class="0x030200" link_speed="16.0 GT/s PCIe" link_width="16">
-<gpu dev="1" rank="1" sm="80" gdr="1">{link_to_1}</gpu>
+<gpu dev="1" rank="1" sm="80" gdr="1">{_LINK.format(1)}</gpu>
 </pci>
 <pci busid="0000:03:00.0" class="0x020000" link_speed="16.0 GT/s PCIe" link_width="16">
 <nic><net name="mlx5_0" dev="0" speed="100000" gdr="1"/></nic>
 </pci>
 </cpu>
 </system>
-""".format(link_to_1=_LINK.format(1), link_to_2=_LINK.format(2))
+"""
 
 FLAWS = {
     "speed": (
