@@ -1,8 +1,9 @@
-"""Every example runs as its head comment says, ends well, and says something.
+"""Every example runs as its docstring says, exits with 0, and prints something.
 
-The first indented line of the head comment that starts Python, a launcher or ``miraccl`` is what runs.  An example is skipped, by
-name, where a package that it imports at its top is missing, the launcher is missing or starts nothing (``srun`` without a cluster),
-or a GPU is, whose need the head comment states ("needs an NVIDIA GPU").
+The command is the first indented line of the docstring that starts Python, a launcher or
+``miraccl``. An example is skipped if a package it imports is missing, if the launcher is missing or
+cannot start anything (``srun`` without a cluster), or if its docstring says "needs an NVIDIA GPU"
+and there is none.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def head_of(path: Path) -> str:
 
 
 def command_of(path: Path) -> list[str]:
-    """The words of the command line in the head comment."""
+    """Return the words of the command line in the docstring."""
     for line in head_of(path).splitlines():
         words = shlex.split(line) if line.startswith("    ") else []
         if words and words[0] in (*COMMANDS, *LAUNCHERS) and f"examples/{path.name}" in words:
@@ -50,7 +51,7 @@ def command_of(path: Path) -> list[str]:
 
 
 def packages_of(path: Path) -> set[str]:
-    """Packages imported at the top of the file."""
+    """Return the packages imported at the top of the file."""
     found = set()
     for node in ast.parse(path.read_text("utf-8")).body:
         if isinstance(node, ast.Import):
@@ -67,7 +68,7 @@ def have_gpu() -> bool:
 
 @cache
 def find_launcher(name: str) -> str:
-    """Where a launcher is that can start something: beside this Python, else on PATH; empty without one."""
+    """Return a launcher beside this Python or on PATH that can start a process, or ""."""
     found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     if found is None:
         return ""
@@ -87,7 +88,7 @@ def find_launcher(name: str) -> str:
 
 
 def interpreter(words: list[str]) -> str:
-    """A warm one for launchers and what they start: alone every example is run by a fresh one, in this test or the other."""
+    """Return a warm Python for launchers and their ranks, this Python for programs run alone."""
     if words[0] == "torchrun":
         return warm_python(*TORCH)
     return warm_python() if words[:2] == ["miraccl", "run"] else sys.executable
@@ -168,7 +169,7 @@ def test_examples_are_numbered_one_by_one() -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("nranks", [1, 3])
 def test_examples_run_on_other_numbers_of_ranks(nranks: int) -> None:
-    """Those that ``miraccl run`` starts; one rank alone without it."""
+    """Examples started by ``miraccl run`` also work on other numbers of ranks."""
     everywhere = {"miraccl", "numpy", *sys.stdlib_module_names}
     for path in EXAMPLES:
         words = command_of(path)

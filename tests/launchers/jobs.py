@@ -1,7 +1,8 @@
-"""Programs started by a launcher: bounded, with all their output, and nothing left behind.
+"""Programs started by a launcher: bounded in time, output captured, all processes cleaned up.
 
-Launchers put ranks into sessions of their own, so a killed launcher may leave them.  Every process of a job carries a word in its
-environment; ``Job`` looks for it afterwards, and what still has it is killed and told as a failure.
+Launchers put ranks into sessions of their own, so a killed launcher may leave them behind. Every
+process of a job carries a marker in its environment; processes that still have it afterwards are
+killed and reported as a failure.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _EXIT_TIMEOUT_S = 30.0  # for processes that have been told to end
 
 @dataclass(frozen=True, kw_only=True)
 class CompletedJob:
-    """What a command said and how it ended."""
+    """Exit status and output of a command."""
 
     status: int
     stdout: str
@@ -38,7 +39,10 @@ def run_together(
     environments: Sequence[Mapping[str, str]],
     timeout: float = 90.0,
 ) -> list[CompletedJob]:
-    """Run the commands at the same time, each with its additions to the environment; ``AssertionError`` when they take too long."""
+    """Run commands concurrently, each with its additions to the environment.
+
+    Raise ``AssertionError`` at the timeout or if processes are left behind.
+    """
     word = secrets.token_hex(8)
     base = {
         **os.environ,
@@ -69,7 +73,7 @@ def run_together(
 
 
 def _kill_marked(word: str, timeout: float = _EXIT_TIMEOUT_S) -> list[int]:
-    """Kill, by pid, all processes that carry the word and do not end in time; gives their pids."""
+    """Kill, by pid, all marked processes that do not exit in time; return their pids."""
     limit = time.monotonic() + timeout
     while (left := list(_marked_processes(word))) and time.monotonic() < limit:
         time.sleep(0.05)
@@ -91,7 +95,7 @@ def _marked_processes(word: str) -> Iterator[int]:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody has now; ranks may meet there."""
+    """Return a free port of the loopback interface, where ranks may meet."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -100,5 +104,8 @@ def free_port() -> int:
 def torchrun(
     arguments: Sequence[str], program: str, *words: str, python: str = sys.executable
 ) -> list[str]:
-    """The command line of ``torchrun`` for one of the rank programs of this folder, which run under the same Python as it does."""
+    """Return the ``torchrun`` command line for a rank program of this folder.
+
+    Ranks run under the same Python.
+    """
     return [python, "-m", "torch.distributed.run", *arguments, str(RANK_PROGRAMS / program), *words]

@@ -1,4 +1,4 @@
-"""Ranks that somebody starts by hand, with MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE and nothing else."""
+"""Ranks started by hand, with MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE only."""
 
 from __future__ import annotations
 

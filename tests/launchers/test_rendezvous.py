@@ -1,4 +1,4 @@
-"""``init_process_group("miraccl", "miraccl://")``: PyTorch under launchers that set no RANK, and under those that do."""
+"""``init_process_group("miraccl", "miraccl://")`` under launchers with and without RANK."""
 
 from __future__ import annotations
 

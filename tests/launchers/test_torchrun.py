@@ -1,6 +1,7 @@
-"""Ranks that ``torchrun`` starts: one agent, two agents, and again after one was killed.
+"""Ranks started by ``torchrun``: one agent, two agents, and a restart after a killed rank.
 
-Those of one agent are started as users start them; the others by a warm Python, for importing torch is what they would do otherwise.
+Ranks of one agent start as users start them; the others use a warm Python, because importing torch
+would dominate the time.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def test_one_agent(tmp_path: Path) -> None:
 
 
 def test_two_agents(tmp_path: Path) -> None:
-    """As on two hosts: ranks of both agents meet at the first one's address."""
+    """Two agents model two hosts: all ranks meet at the first agent's address."""
     port = free_port()
     agents = [static(port, "--nnodes", "2", "--node-rank", str(i), local_ranks=2) for i in range(2)]
     run(
@@ -104,7 +105,7 @@ def test_a_killed_rank_is_started_again(kind: str, victim: int, way: str, tmp_pa
 
 
 def test_a_second_agent_joins_a_running_job(tmp_path: Path) -> None:
-    """Ranks of the first generation are ended by torchrun; the next one has others and a new meeting point."""
+    """torchrun stops the first generation; the next one has more ranks and a new rendezvous."""
     meeting = [
         "--rdzv-backend",
         "c10d",

@@ -1,4 +1,7 @@
-"""A small GPT and a small ResNet train with DDP and FSDP2 to the same bits as on Gloo (bench/training.py, in its smallest form)."""
+"""A small GPT and a small ResNet train with DDP and FSDP2 to the same bits as on Gloo.
+
+Runs bench/training.py in its smallest form.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ ARMS = {
 def record(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """What the benchmark found on 2, and on 4 ranks."""
+    """Return the benchmark's record for 2 or 4 ranks."""
     path = tmp_path_factory.mktemp("training") / "record.json"
     command = [
         warm_python(*TORCH),
@@ -55,7 +58,9 @@ def record(
 def test_losses_and_weights_are_the_same_bits(
     record: dict[str, Any], model: str, parallel: str
 ) -> None:
-    """On two ranks whatever the algorithm; on four where the additions are made in Gloo's order, or by all in the order of the ranks."""
+    """Results are equal on two ranks with any algorithm, on four if the order of additions is
+    equal.
+    """
     (one,) = (r for r in record["records"] if (r["model"], r["parallel"]) == (model, parallel))
     seen = {arm: (of_arm["losses"], of_arm["digests"]) for arm, of_arm in one["arms"].items()}
     losses, digests = seen["miraccl"]

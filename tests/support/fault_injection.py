@@ -1,12 +1,13 @@
-"""Makes one call into the system fail: the K-th of a kind, with an error of choice, whoever makes it.
+"""Fault injection: makes the K-th call of a kind fail with a chosen error, whoever the caller is.
 
-    sweep = Sweep(monkeypatch)
-    for accident in sweep.accidents({"connect": [errno.EADDRNOTAVAIL]}, scenario):
-        with accident:
+    sweep = FaultSweep(monkeypatch)
+    for fault in sweep.faults({"connect": [errno.EADDRNOTAVAIL]}, scenario):
+        with fault:
             scenario()
 
-The calls are those of Python's ``socket`` (whole connections are real), ``selectors`` and ``threading``; a first run of the scenario
-counts them.  Threads may come in another order the next time: which call is hit may differ, that all kinds of places are hit does not.
+Intercepts calls of Python's ``socket`` (connections themselves are real), ``selectors`` and
+``threading``. A first run of the scenario counts them. Threads may run in another order the next
+time, so the call that fails may differ, but every kind of call site is hit.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PARTIAL = 0
 
 
 class FaultSweep:
-    """Patches the calls for the rest of the test; without an accident they do what they always do."""
+    """Patches the calls for the rest of the test; without a fault they work normally."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._lock = threading.Lock()
@@ -42,7 +43,7 @@ class FaultSweep:
     def faults(
         self, plan: Mapping[str, Sequence[int]], scenario: Callable[[], object]
     ) -> Iterator[InjectedFault]:
-        """One for each call of these kinds that ``scenario`` makes, and each error."""
+        """Yield one fault for each error and each call of these kinds that ``scenario`` makes."""
         self.set(None)
         scenario()
         counts = Counter(self._counts)
@@ -58,7 +59,7 @@ class FaultSweep:
             self._fault = fault
 
     def next_fault(self, kind: str) -> int | None:
-        """The error of the call that is being made, or none."""
+        """Count a call of this kind; return the error to inject, or None."""
         with self._lock:
             self._counts[kind] += 1
             if self._fault is not None and self._fault[:2] == (kind, self._counts[kind]):
@@ -115,7 +116,7 @@ class FaultSweep:
                 return super().recvmsg_into(*args)
 
             def _allowed(self, kind: str, size: int) -> int:
-                """How many bytes may move."""
+                """Return the number of bytes that may move."""
                 problem = sweep.next_fault(kind)
                 if problem == errno.ECONNRESET:
                     self.shutdown(socket.SHUT_RDWR)
@@ -144,7 +145,7 @@ class FaultSweep:
 
 
 class InjectedFault:
-    """A context in which it happens."""
+    """Context manager in which the fault occurs."""
 
     def __init__(self, sweep: FaultSweep, kind: str, number: int, error: int) -> None:
         self._sweep, self._what = sweep, (kind, number, error)
@@ -168,7 +169,7 @@ class InjectedFault:
 
 @contextlib.contextmanager
 def limit_descriptors(count: int) -> Iterator[None]:
-    """Inside the block this process can open ``count`` more files, and no more."""
+    """Limit this process to ``count`` more open files inside the block."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = {int(line.split()[0]) for line in open_files()}
     free = [number for number in range(len(used) + count + 1) if number not in used]
@@ -180,7 +181,7 @@ def limit_descriptors(count: int) -> Iterator[None]:
 
 
 def open_files() -> set[str]:
-    """What this process has open, by number and what it is."""
+    """Return the open files of this process as "number target"."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:

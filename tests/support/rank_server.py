@@ -1,4 +1,4 @@
-"""The process that ``ranks.py`` forks test ranks from: requests on stdin, outcomes on stdout, both pickled by our own parent."""
+"""Process from which ``ranks.py`` forks test ranks: pickled requests on stdin, outcomes on stdout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def _run_target(context: RankContext, module: str, function: str, args: tuple[An
 
 
 def _import(module: str) -> None:
-    """Once, before ranks are forked: it takes longer than most of what they do. If it fails, they try it, too, and tell."""
+    """Import a module once before ranks are forked, which is faster than importing it in each.
+
+    Errors are ignored; the ranks import it again and report them.
+    """
     if module not in sys.modules and not module.startswith(NOT_PRELOADED):
         with contextlib.suppress(Exception):
             importlib.import_module(module)

@@ -1,7 +1,8 @@
 """Real ranks for tests.
 
-``run_ranks(target, n, *args)`` runs a module-level function of a test module in ``n`` processes of this host, with the
-environment from which ``miraccl.init()`` makes a communicator, and returns what each rank returned::
+``run_ranks(target, n, *args)`` runs a module-level function of a test module in ``n`` processes of
+this host, with the environment from which ``miraccl.init()`` makes a communicator, and returns the
+result of each rank::
 
     def sums(value):
         with miraccl.init() as comm:
@@ -13,10 +14,10 @@ environment from which ``miraccl.init()`` makes a communicator, and returns what
         for x in run_ranks(sums, 3, 1.0):
             assert x.tolist() == [6.0] * 4
 
-``rank_outcomes`` is the same for ranks that are expected to fail.  Every run has a hard deadline, after which its ranks are
-killed by pid and their output is shown.  The ranks are forked from one server process that has imported numpy, miraccl and the modules
-of most targets so far (``rank_server.py``), and torch for the targets below ``tests.torch``, started at the first use and ended with the
-test session.
+``rank_outcomes`` does the same for ranks that are expected to fail. Every run has a hard deadline,
+after which its ranks are killed by pid and their output is shown. Ranks are forked from a server
+process (``rank_server.py``) that has imported numpy, miraccl and the modules of previous targets,
+and torch for targets below ``tests.torch``. It starts on first use and ends with the test session.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _SERVER_TIMEOUT_S = (
 
 
 class _Server:
-    """The process that forks ranks; answers one request at a time."""
+    """Process that forks ranks; handles one request at a time."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._process = subprocess.Popen(
@@ -88,7 +89,7 @@ class _Server:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """End the server and whatever it has started."""
+        """Kill the server and all processes it has started."""
         if self.alive:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(10)
@@ -114,10 +115,11 @@ def rank_outcomes(
     timeout: float = 60.0,
     env: Mapping[str, str] | None = None,
 ) -> list[RankOutcome]:
-    """Run ``target(*args)`` in ``n`` ranks; returns how each ended: status, value, error (traceback), output.
+    """Run ``target(*args)`` in ``n`` ranks; return status, value, error and output of each.
 
-    ``target`` is a function at the top of a module below ``tests``; arguments and results must pickle.  ``timeout`` is in
-    seconds; a rank that is killed then has a negative status.  ``env`` is added to the environment of every rank.
+    ``target`` is a module-level function below ``tests``; arguments and results must be picklable.
+    ``timeout`` is in seconds; a rank killed at the timeout has a negative status. ``env`` is added
+    to the environment of every rank.
     """
     qualname = target.__qualname__
     if "<" in qualname:
@@ -142,7 +144,9 @@ def run_ranks(
     timeout: float = 60.0,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Run ``target(*args)`` in ``n`` ranks, all of which must succeed; returns their results in order of rank."""
+    """Run ``target(*args)`` in ``n`` ranks, all of which must succeed; return their results by
+    rank.
+    """
     outcomes = rank_outcomes(target, n, *args, timeout=timeout, env=env)
     if not all(o.ok for o in outcomes):
         raise AssertionError(

@@ -1,4 +1,4 @@
-"""A warm Python is to whoever starts it what Python is."""
+"""A warm Python behaves like Python."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What runs under the name of Python in ``warm_python.py``: has a warm process run the program, passes signals on, ends as it ends.
+"""Client behind ``warm_python.py``: starts the program in a warm process and forwards signals.
 
-Command lines of other kinds than ``[-u] SCRIPT`` and ``[-u] -m MODULE`` go to Python itself.  Imports little, for this is a process of
-its own for every program.
+Exits with the status of the program. Command lines other than ``[-u] SCRIPT`` and ``[-u] -m
+MODULE`` are passed to Python itself. Imports little, because every program starts one of these
+processes.
 """
 
 import os

@@ -1,11 +1,12 @@
-"""A Python whose programs start in milliseconds, because they are forked from a process that has imported the packages already.
+"""A Python whose programs start in milliseconds, forked from a process with all packages imported.
 
-``warm_python()``, or ``warm_python(*TORCH)``, is the path of an executable that takes ``[-u] SCRIPT WORDS...`` and
-``[-u] -m MODULE WORDS...``.  It is also the ``sys.executable`` of its programs, so that the ranks of a launcher that was started with it
-are started with it, too.  Each program is a process of its own, leader of a session, with the environment, folder and streams that it
-was given; whoever started the executable sees it end as the program does, and a signal to it reaches the program.
+``warm_python()``, or ``warm_python(*TORCH)``, returns the path of an executable that accepts ``[-u]
+SCRIPT WORDS...`` and ``[-u] -m MODULE WORDS...``. It is also the ``sys.executable`` of its
+programs, so a launcher started with it starts its ranks with it. Each program is a process and
+session leader of its own, with the environment, working directory and streams of the executable;
+the executable exits as the program does and forwards signals to it.
 
-Not for tests of what an interpreter does at its start: imports have been made, in the order of the server.
+Not for tests of interpreter start-up: imports have been made, in the order of the server.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _START_TIMEOUT_S = 100.0  # for the first compilation on a machine
 
 @functools.cache
 def warm_python(*modules: str) -> str:
-    """The executable, for programs that need these modules besides those of a rank."""
+    """Return the executable for programs that need ``modules`` besides those of a rank."""
     folder = Path(tempfile.mkdtemp(prefix="miraccl-warm-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     executable, meeting = folder / "python", folder / "socket"

@@ -1,7 +1,9 @@
-"""The process that ``warm_python.py`` forks interpreters from: ``python -m tests.support.warm_server SOCKET MODULE...``.
+"""Process from which ``warm_python.py`` forks interpreters.
 
-A request is a connection that brings a command line, an environment, a working directory and the three standard streams.  Its keeper,
-a fork of this process, forks the interpreter, tells its pid and how it ended, and kills it when the connection is closed before.
+Started as ``python -m tests.support.warm_server SOCKET MODULE...``. A request is a connection with
+a command line, an environment, a working directory and the three standard streams. Its supervisor,
+a fork of this process, forks the interpreter, reports its pid and exit status, and kills it if the
+connection is closed early.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def _reap(*_: Any) -> None:
 
 
 def _serve(listener: socket.socket) -> dict[str, Any]:
-    """Returns in the interpreters only, with what they are asked to run."""
+    """Accept requests; returns in interpreters only, with their request."""
     signal.signal(signal.SIGCHLD, _reap)
     me = os.getpid()
     while True:
@@ -109,7 +111,7 @@ def _run_program(request: dict[str, Any]) -> None:
 
 
 def _run(request: dict[str, Any]) -> NoReturn:
-    """Ends as Python does, but that nothing is taken to pieces: that takes longer than most of the programs."""
+    """Run a program and exit as Python does, without tearing down the interpreter."""
     status: Any = 0
     try:
         _run_program(request)

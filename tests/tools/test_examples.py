@@ -57,7 +57,7 @@ def test_programs_in_documents_are_python(document: Path) -> None:
 
 
 def _helps(command: click.Command, context: click.Context) -> Iterator[str]:
-    """What ``--help`` prints, of a command and of those in it."""
+    """Yield the ``--help`` texts of a command and its subcommands."""
     yield command.get_help(context)
     if not isinstance(command, click.Group):
         return

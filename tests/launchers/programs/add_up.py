@@ -1,4 +1,4 @@
-"""Every rank says who it is and what the sum over all ranks is, in each way in turn: ``add_up.py init|torch|init,torch FOLDER``."""
+"""Write rank and sum over all ranks for each kind: ``add_up.py init|torch|init,torch FOLDER``."""
 
 from __future__ import annotations
 

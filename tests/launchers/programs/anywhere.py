@@ -1,5 +1,7 @@
-"""``torch.distributed`` under whatever started this, twice: ``anywhere.py FOLDER``; each rank leaves a file with the number of ranks and
-the sums."""
+"""``torch.distributed`` under any launcher, twice: ``anywhere.py FOLDER``.
+
+Each rank writes a file with the number of ranks and the sums.
+"""
 
 from __future__ import annotations
 

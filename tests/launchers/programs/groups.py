@@ -1,4 +1,4 @@
-"""What the rank programs do their communication with: a communicator of miraccl.init(), or torch.distributed over the backend."""
+"""Communication of the rank programs: ``miraccl.init()`` or ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ SumFunction = Callable[[int], int]
 
 @contextmanager
 def connect(kind: str) -> Iterator[tuple[int, int, SumFunction]]:
-    """(rank, nranks, a function that adds a number up over all ranks); ``kind`` is ``init``, ``torch`` or an ``init_method`` of torch."""
+    """Yield rank, nranks and a function that sums a number over all ranks.
+
+    ``kind`` is ``init``, ``torch`` or an ``init_method`` of torch.
+    """
     if kind != "init":
         yield from _torch(None if kind == "torch" else kind)
         return
@@ -53,6 +56,6 @@ def _torch(method: str | None) -> Iterator[tuple[int, int, SumFunction]]:
 
 
 def write_line(folder: str, **what: Any) -> None:
-    """Leave a line of JSON for the test in a file of this rank."""
+    """Append a line of JSON for the test to a file of this rank."""
     with (Path(folder) / f"rank-{os.environ['RANK']}.jsonl").open("a") as file:
         file.write(json.dumps(what) + "\n")

@@ -1,6 +1,7 @@
-"""A job that a second agent joins while it runs: ``grow.py init|torch FOLDER``.
+"""Job that a second agent joins while it runs: ``grow.py init|torch FOLDER``.
 
-Two ranks add up numbers until torchrun ends them, because more have come; the ranks of the larger job do it once and end.
+Two ranks sum numbers until torchrun stops them because more ranks have joined; the ranks of the
+larger job do it once and exit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A job that survives the death of a rank, because torchrun starts it again: ``resume.py init|torch FOLDER VICTIM``.
+"""Job that survives a killed rank through a restart: ``resume.py init|torch FOLDER VICTIM``.
 
-Ranks add up a number in every step; rank 0 keeps the state after it.  In the first generation the victim kills itself with SIGKILL in
-the middle; the others tell which error they saw.  They do not hear the agent's SIGTERM, so that they end by what they see themselves.
-The next generation goes on where the state was kept last.
+Ranks sum a number in every step; rank 0 saves the state after it. In the first generation the
+victim kills itself with SIGKILL; the others record the error they see. They ignore the agent's
+SIGTERM, so that they exit through that error. The next generation resumes from the saved state.
 """
 
 from __future__ import annotations

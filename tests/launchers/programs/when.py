@@ -1,4 +1,4 @@
-"""Run a command once a file is there: ``when.py FILE COMMAND...``."""
+"""Run a command once a file exists: ``when.py FILE COMMAND...``."""
 
 from __future__ import annotations
 
