@@ -915,8 +915,8 @@ def explanations() -> None:
         assert "ring 0 1 2 (ranks share a GPU); kernels take up to 2 multiprocessors" in line
         assert (found[0].algo, found[0].chosen, found[0].order) == ("chain", True, (0, 1, 2))
         assert found[0].order_reason == "ranks share a GPU"
-        assert [pair for pair, _, _ in found[0].ways] == pairs
-        assert all(kind and why for _, kind, why in found[0].ways)
+        assert [pair for pair, _, _ in found[0].connections] == pairs
+        assert all(kind and why for _, kind, why in found[0].connections)
         assert comm.explain("all_gather", 3 << 20, np.int32, device="cuda:0")[0].chosen
         x, cpu = me.put(np.ones(100_000)), np.ones(100, np.float32)
         comm.reduce(x)

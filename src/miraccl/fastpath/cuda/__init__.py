@@ -16,5 +16,5 @@ Python side: ``table`` enters launches, ``foreign_types`` types of arrays. ``lay
 records that both sides share.
 """
 
-#: modules outside this package whose functions end up in compiled code
+#: Modules outside this package whose functions are compiled as well.
 SOURCES = ("miraccl.executor.cuda.warp_queues", "miraccl.executor.cuda.message_collectives")

@@ -63,6 +63,7 @@ def view_foreign(state: int, entry: int, array: int, view: int) -> int:
     """Write the view of a contiguous array on this GPU at ``view``; return its elements, -1 for
     others.
     """
+    # Called by its address, because it is too long to be inlined in each fast call.
     before = load(state + layout.STATE_STREAM)
     count = (
         view_capsule(state, entry, array, view)
@@ -71,7 +72,7 @@ def view_foreign(state: int, entry: int, array: int, view: int) -> int:
     )
     return (
         count if load(state + layout.STATE_STREAM) == before else -1
-    )  # nobody may have called another operation
+    )  # reading must not have run another operation
 
 
 # ---- DLPack
@@ -94,9 +95,7 @@ def export(state: int, entry: int, array: int) -> int:
     """Return the DLPack capsule of an array; 0 on failure."""
     function, keywords = load(entry + layout.FOREIGN_EXPORT), load(entry + layout.FOREIGN_KEYWORDS)
     if function != 0 and not has_sharding(state, array, load(entry + layout.FOREIGN_SHARDING)):
-        function = (
-            0  # it would give the first part of an array that has several; the method refuses these
-        )
+        function = 0  # of a sharded array it would export the first part; the method rejects it
     stream, args = (
         PyLong_FromLong(protocol_stream(load(state + layout.STATE_STREAM))),
         state + layout.STATE_ARGS,
@@ -104,7 +103,7 @@ def export(state: int, entry: int, array: int) -> int:
     if stream == 0:
         return 0
     store(args, array)
-    store(args + 8, stream)  # DLPack's version follows
+    store(args + 8, stream)  # followed by DLPack's version
     if function != 0:
         capsule = PyObject_Vectorcall(function, args, 1, keywords)
     else:

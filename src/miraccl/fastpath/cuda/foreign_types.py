@@ -12,7 +12,7 @@ from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import DL_TYPES
 
 DL_DTYPES = {dtype: code | bits << 8 | 1 << 16 for (code, bits), dtype in DL_TYPES.items()}
-#: what ``__cuda_array_interface__`` says of types: NumPy's code, the name of those that have none
+#: typestr of ``__cuda_array_interface__`` -> DLDataType: NumPy's code, or the name of types without.
 _TYPESTRS = {
     dtype.str if dtype.isbuiltin == 1 else dtype.name: DL_DTYPES[code]
     for code, dtype in NUMPY_DTYPE.items()
@@ -24,9 +24,10 @@ _PLAIN, _VERSIONED = (
 )
 _VERSION = (1, 0)
 _KEYWORDS, _OLD_KEYWORDS = ("stream", "max_version"), ("stream",)  # in the order of ``STATE_ARGS``
-_EXPORT = "buffer_to_dlpack_managed_tensor"  # of JAX; the method is a wrapper, which takes two microseconds to look at the sharding
+#: Function of JAX; the method wraps it and spends two microseconds on the sharding.
+_EXPORT = "buffer_to_dlpack_managed_tensor"
 
-#: places in the state of a communicator and what stands there
+#: (offset in the state of a communicator, constant word).
 STATE_CONSTANTS = (
     (layout.STATE_DLPACK, id(_DLPACK)),
     (layout.STATE_INTERFACE, id(_INTERFACE)),
@@ -47,11 +48,11 @@ class ArrayProtocol(NamedTuple):
     """Protocol by which arrays of a type are read: DLPack, or ``__cuda_array_interface__``."""
 
     dlpack: bool
-    immutable: bool = False  # though DLPack does not say so
+    immutable: bool = False  # although DLPack does not tell
 
 
 def foreign_record(type_: type, protocol: ArrayProtocol) -> tuple[dict[int, int], Any]:
-    """Return (words of a record of ``STATE_FOREIGN_TYPES``, object that must outlive the record)."""
+    """Return (words of a ``STATE_FOREIGN_TYPES`` record, object that must outlive it)."""
     export, sharding = _export_of(type_) if protocol.immutable else (None, None)
     keywords = _keywords_of(type_) if protocol.dlpack and export is None else _OLD_KEYWORDS
     record = {
@@ -85,7 +86,7 @@ def _keywords_of(type_: type) -> tuple[str, ...]:
         AttributeError,
         TypeError,
         ValueError,
-    ):  # the method is that of an object, or one that does not tell
+    ):  # an instance attribute, or without a signature
         return _KEYWORDS
     new = any(p.name == _KEYWORDS[1] or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     return _KEYWORDS if new else _OLD_KEYWORDS

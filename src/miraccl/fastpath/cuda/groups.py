@@ -47,7 +47,7 @@ def is_own_group(groups: int) -> bool:
     return load(groups + layout.GROUPS_THREAD) == thread_id()
 
 
-# ---- what is noted
+# ---- collected messages
 
 
 @inline
@@ -61,7 +61,7 @@ def may_collect(entry: int, state: int) -> bool:
 def can_collect(entry: int, state: int, count: int) -> bool:
     """Return True if the messages of a call may join those of the group."""
     groups = load(state + layout.STATE_GROUPS)
-    if not may_collect(entry, state):  # which an array that computes something may have changed
+    if not may_collect(entry, state):  # may have changed while an array was read
         return False
     for number in range(count):
         if not is_known_dtype(
@@ -157,7 +157,7 @@ def retain_collected(state: int) -> bool:
         if retained and not retain(state, owner, 0):
             retained = False
         if not retained:
-            Py_IncRef(owner)  # it stays for good
+            Py_IncRef(owner)  # leaked
     store(
         state + layout.STATE_RETAINED_BYTES,
         load(state + layout.STATE_RETAINED_BYTES) + load(state + layout.STATE_COLLECTED_BYTES),

@@ -106,10 +106,10 @@ def find_collective(door: int, args: int) -> int:
     source, dtype, read_only = address(view), data_type(view), load(view + layout.VIEW_READ_ONLY)
     target, out = source, load(args + 8)
     if kind == layout.THIRD_BOTH and third // layout.NOPS != rank:
-        out = load(state + layout.STATE_NONE)  # only the root looks at it, and writes
+        out = load(state + layout.STATE_NONE)  # only the root reads it and writes
         read_only = 0
     elif kind == layout.THIRD_ROOT and third == rank:
-        read_only = 0  # a broadcast leaves that of the root as it is
+        read_only = 0  # a broadcast does not write the root's array
     if out != load(state + layout.STATE_NONE):
         blocks_out = load(door + layout.FAST_OUT_BLOCKS)
         if element_count(state, out, other) != count * blocks_out or data_type(other) != dtype:
@@ -119,9 +119,9 @@ def find_collective(door: int, args: int) -> int:
         if target < source + blocks * block and source < target + blocks_out * block:
             if blocks != 1 and blocks_out != 1:
                 return 0
-            first = rank * block  # where this rank's block lies in all of them
+            first = rank * block  # offset of this rank's block
             if target - source != (first if blocks != 1 else 0) - (first if blocks_out != 1 else 0):
-                return 0  # not as the form in place has them
+                return 0  # not the in-place form
     elif load(door + layout.FAST_IN_PLACE) == 0:
         return 0
     if read_only != 0:

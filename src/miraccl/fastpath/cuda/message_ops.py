@@ -173,7 +173,7 @@ def find_message_collective(entry: int, args: int) -> int:
         out_shares == 0 and load(shares + 8 * rank) != out_count
     ):
         return 0
-    in_place_rank = -1  # whose block is where it belongs
+    in_place_rank = -1  # rank whose block is in place
     if sends and receives and not is_disjoint(view, count, other, out_count):
         if shares != 0 and out_shares != 0:
             return 0

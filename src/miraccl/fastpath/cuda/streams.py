@@ -95,7 +95,7 @@ def is_own_context(state: int) -> bool:
     query = load(state + layout.STATE_GET_CONTEXT)
     if query == 0:
         return True
-    code = call_int2(query, state + layout.STATE_RESULT, 0)  # it takes the first alone
+    code = call_int2(query, state + layout.STATE_RESULT, 0)  # it ignores the second argument
     return code == 0 and load(state + layout.STATE_RESULT) == load(state + layout.STATE_CONTEXT)
 
 
@@ -117,6 +117,7 @@ def follow_stream(state: int, stream: int) -> bool:
 
     False if Python must do it: for captures, groups, and while owners of memory are retained.
     """
+    # Retained owners are noted for the current stream, which may be destroyed after this call.
     before, event = load(state + layout.STATE_STREAM), load(state + layout.STATE_EVENT)
     if PyList_Size(load(state + layout.STATE_RETAINED)) != 0:
         return False
@@ -143,6 +144,8 @@ def may_proceed(state: int, stream: int, array: int) -> bool:
     """Return True if there is no error and ``stream`` is, or now follows, the previous operation's
     stream.
     """
+    # The stream also waits for what producers of arrays have made the current one wait for. The
+    # first operation after a capture is left to Python.
     if load32(load(state + layout.STATE_ABORT)) != 0 or load(state + layout.STATE_STREAM) == -1:
         return False
     handle = stream_handle(state, stream, array)

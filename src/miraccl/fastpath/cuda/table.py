@@ -34,7 +34,8 @@ from miraccl.types import Collective, DType, RedOp
 
 FastCall = Callable[..., int]
 Retain = Callable[[list[Any], int], None]
-#: collective -> whether ``x`` has a block per rank, whether ``out`` has, whether the result lies in ``x`` without ``out``
+#: Collective -> (``x`` has a block per rank, ``out`` has one, without ``out`` the result is in
+#: ``x``).
 BLOCK_LAYOUTS = {
     Collective.ALL_REDUCE: (False, False, True),
     Collective.ALL_GATHER: (False, True, False),
@@ -43,7 +44,7 @@ BLOCK_LAYOUTS = {
     Collective.BROADCAST: (False, False, True),
     Collective.REDUCE: (False, False, True),
 }
-#: operations that have a door: builtin of ``doors.call``, words of its record after ``DOOR_NOTES``
+#: Operation -> builtin of ``fastpath.cuda.call``, words of its record after ``FAST_COLLECTS``.
 _MESSAGE_CALLS: dict[str, tuple[str, tuple[int, ...]]] = {
     "send": ("message", (0,)),
     "recv": ("message", (1,)),
@@ -63,7 +64,7 @@ _MESSAGE_CALLS: dict[str, tuple[str, tuple[int, ...]]] = {
     "reduce_scatter_v": ("reductions", (int(Collective.REDUCE_SCATTER), int(Collective.REDUCE))),
 }
 _COLLECTIVES = {collective.label: collective for collective in BLOCK_LAYOUTS}
-#: operations whose doors take calls as users make them
+#: Operations with a fast call.
 CALLS = (*_COLLECTIVES, *_MESSAGE_CALLS)
 _OPERATORS = tuple(RedOp(number) for number in range(layout.NOPS))
 _LAUNCH_WORDS = layout.LAUNCH_BYTES // 8
@@ -120,9 +121,7 @@ class CudaFastPath:
         self._nranks = nranks
         memory = np.zeros(layout.STATE_BYTES // 8, np.int64)
         self._address = int(memory.ctypes.data)
-        self._state = (
-            memory.data
-        )  # whose words are read and written in a fraction of the time that NumPy takes
+        self._state = memory.data  # memoryview: element access is much faster than with NumPy
         fail, release = self._raise, self.release
         self._keep_alive: list[Any] = [hand_over, ordinal, fail, release]
         self._retain = retain
@@ -130,10 +129,10 @@ class CudaFastPath:
         self._collected_owners: list[Any] = []
         self._foreign_types: dict[
             type, Any
-        ] = {}  # types stay, since another one might get the address
+        ] = {}  # never removed: another type might get the address
         self._launches: dict[
             int, tuple[Launch, Any]
-        ] = {}  # by the address of their block: those in the table, with their messages
+        ] = {}  # launches of the table and their messages, by record
         self._collected_arrays: list[Any] = []
         self._no_cpu_plan = np.zeros(1, np.int64)
         self._undetected = {"torch": self._detect_torch, "cupy": self._detect_cupy}
@@ -235,7 +234,7 @@ class CudaFastPath:
             int(in_place),
         )
 
-    # ---- what is looked at
+    # ---- array types and streams
 
     def detect_array_types(self) -> None:
         """Enable reading of tensors and arrays of the libraries imported by now."""
@@ -277,9 +276,7 @@ class CudaFastPath:
         """Enable reading of further types, as many as fit; ``kinds`` only grows between calls."""
         if len(kinds) == len(self._foreign_types):
             return
-        for kind, how in list(
-            kinds.items()
-        ):  # other threads, which are ranks, too, may add some meanwhile
+        for kind, how in list(kinds.items()):  # a copy: other threads may add types meanwhile
             if (
                 kind not in self._foreign_types
                 and len(self._foreign_types) < layout.MAX_FOREIGN_TYPES
@@ -310,7 +307,7 @@ class CudaFastPath:
         self._write(layout.STATE_EVENT, event)
 
     def set_stream_query(self, ask: Callable[[int], int]) -> None:
-        """Set the function that returns the current stream if the array type does not provide it."""
+        """Set the function that returns the current stream if array types do not provide it."""
         self._keep_alive.append(ask)
         self._write(layout.STATE_QUERY_STREAM, id(ask))
 
@@ -389,7 +386,7 @@ class CudaFastPath:
         """
         if collective not in BLOCK_LAYOUTS or dtype not in DL_DTYPES:
             return
-        if collective.reduces and not isinstance(op, RedOp):  # with a scalar of its own
+        if collective.reduces and not isinstance(op, RedOp):  # PREMUL_SUM with its own scalar
             return
         third = layout.pack_op_root(int(op), root) if collective.reduces else root
         self._insert(

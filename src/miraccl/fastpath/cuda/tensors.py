@@ -12,7 +12,8 @@ from numba.extending import intrinsic
 from miraccl.fastpath.cuda import layout
 from miraccl.native.intrinsics import I64, PyErr_Clear, PyLong_AsLong, inline, load, load32
 
-#: Linux maps nothing below (vm.mmap_min_addr); a tensor whose storage was freed has for an address its offset, most often 0
+#: Linux maps nothing below (vm.mmap_min_addr). The address of a tensor whose storage was freed is
+#: its offset, usually 0.
 MIN_ADDRESS = 1 << 16
 
 
