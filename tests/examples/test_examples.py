@@ -27,14 +27,14 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 COMMANDS = {"python": [], "miraccl": ["-m", "miraccl"], "torchrun": ["-m", "torch.distributed.run"]}
 LAUNCHERS = ("mpirun", "mpiexec", "srun")
-#: Open MPI otherwise refuses to run as root, and more ranks than cores.
+#: Open MPI otherwise rejects root, and more ranks than cores
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
-LIMIT_S = 60.0  # "in under a minute"
+LIMIT_S = 60.0
 
 
 def head_of(path: Path) -> str:
@@ -47,7 +47,7 @@ def command_of(path: Path) -> list[str]:
         words = shlex.split(line) if line.startswith("    ") else []
         if words and words[0] in (*COMMANDS, *LAUNCHERS) and f"examples/{path.name}" in words:
             return words
-    raise AssertionError(f"the head comment of {path.name} does not say how to run it")
+    raise AssertionError(f"the docstring of {path.name} has no command line")
 
 
 def packages_of(path: Path) -> set[str]:
@@ -107,7 +107,7 @@ def run(command: list[str], path: Path) -> None:
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, f"{path.name}: {done.stdout}{done.stderr}"
-    assert done.stdout.strip(), "an example says what it did"
+    assert done.stdout.strip(), "an example prints its result"
 
 
 NEEDS_GPU = [
@@ -116,7 +116,7 @@ NEEDS_GPU = [
 
 
 @pytest.mark.parametrize("path", NEEDS_GPU, ids=lambda p: p.stem)
-def test_an_example_that_finds_no_gpu_says_so(path: Path) -> None:
+def test_examples_report_a_missing_gpu(path: Path) -> None:
     for package in sorted(packages_of(path) - {"miraccl"}):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
@@ -144,7 +144,7 @@ def test_example(path: Path) -> None:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     if words[0] in LAUNCHERS and not find_launcher(words[0]):
-        pytest.skip(f"{words[0]} is not installed or can start nothing here")
+        pytest.skip(f"{words[0]} is not installed or cannot start processes")
     if path in NEEDS_GPU and not have_gpu():
         pytest.skip("no NVIDIA GPU, no driver, or cuda-bindings is not installed")
     if words[0] in LAUNCHERS:
@@ -160,7 +160,7 @@ def test_example(path: Path) -> None:
         run([python, *COMMANDS[words[0]], *words[1:]], path)
 
 
-def test_examples_are_numbered_one_by_one() -> None:
+def test_examples_are_numbered() -> None:
     numbers = [path.name[:2] for path in EXAMPLES]
     assert all(re.fullmatch(r"\d\d_[a-z][a-z0-9_]*\.py", path.name) for path in EXAMPLES)
     assert len(set(numbers)) == len(numbers) >= 16

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RANK_PROGRAMS = Path(__file__).resolve().parent / "programs"
 _MARKER = "LAUNCHER_TEST_JOB"
-_EXIT_TIMEOUT_S = 30.0  # for processes that have been told to end
+_EXIT_TIMEOUT_S = 30.0  # for processes that have been signalled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +43,10 @@ def run_together(
 
     Raise ``AssertionError`` at the timeout or if processes are left behind.
     """
-    word = secrets.token_hex(8)
+    marker = secrets.token_hex(8)
     base = {
         **os.environ,
-        _MARKER: word,
+        _MARKER: marker,
         "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
         "OMP_NUM_THREADS": "1",
     }
@@ -64,10 +64,10 @@ def run_together(
             stdout, stderr = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
             ended.append(CompletedJob(status=process.returncode, stdout=stdout, stderr=stderr))
     except subprocess.TimeoutExpired as error:
-        _kill_marked(word, timeout=0)
-        told = [process.communicate(timeout=_EXIT_TIMEOUT_S) for process in started]
-        raise AssertionError(f"not ended after {timeout} s: {commands}\n{told}") from error
-    left = _kill_marked(word)
+        _kill_marked(marker, timeout=0)
+        outputs = [process.communicate(timeout=_EXIT_TIMEOUT_S) for process in started]
+        raise AssertionError(f"not finished after {timeout} s: {commands}\n{outputs}") from error
+    left = _kill_marked(marker)
     assert not left, f"processes were left behind: {left}"
     return ended
 
@@ -91,7 +91,7 @@ def _marked_processes(word: str) -> Iterator[int]:
                 if needle in (entry / "environ").read_bytes().split(b"\0"):
                     yield int(entry.name)
             except OSError:
-                continue  # ended meanwhile, or somebody else's
+                continue  # has exited, or belongs to another user
 
 
 def free_port() -> int:

@@ -43,11 +43,11 @@ def test_ranks_started_by_hand(kind: str, address: str, tmp_path: Path) -> None:
     for ended in run_together([command] * nranks, environments):
         assert ended.status == 0, ended.stderr
     for rank in range(nranks):
-        said = json.loads((tmp_path / f"rank-{rank}.jsonl").read_text())
-        assert said == {"kind": kind, "rank": rank, "nranks": nranks, "total": 111}
+        record = json.loads((tmp_path / f"rank-{rank}.jsonl").read_text())
+        assert record == {"kind": kind, "rank": rank, "nranks": nranks, "total": 111}
 
 
-def test_a_rank_without_a_place_to_meet_is_told_so(tmp_path: Path) -> None:
+def test_a_missing_rendezvous_is_a_usage_error(tmp_path: Path) -> None:
     command = [sys.executable, str(RANK_PROGRAMS / "add_up.py"), "init", str(tmp_path)]
     (ended,) = run_together([command], [{"RANK": "0", "WORLD_SIZE": "2"}])
     assert ended.status != 0

@@ -53,7 +53,7 @@ def slurm(rank: int, folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("launcher", [openmpi, slurm])
-def test_the_environment_of_a_launcher_is_enough(
+def test_the_environment_of_a_launcher_is_sufficient(
     launcher: Callable[[int, Path], dict[str, str]], tmp_path: Path
 ) -> None:
     folder = tmp_path / secrets.token_hex(8)
@@ -88,18 +88,18 @@ def test_torchrun_keeps_its_store(tmp_path: Path) -> None:
     check(tmp_path, 2)
 
 
-def test_nobody_started_it(tmp_path: Path) -> None:
+def test_without_a_launcher(tmp_path: Path) -> None:
     (ended,) = run_together([anywhere(tmp_path)], [{}])
     assert ended.status == 0, ended.stderr
     check(tmp_path, 1)
 
 
-def test_numbers_of_its_own_beside_those_of_the_launcher_are_refused() -> None:
+def test_explicit_ranks_conflict_with_the_launcher() -> None:
     with pytest.raises(miraccl.torch.BackendError, match="the launcher says rank and world_size"):
         dist.init_process_group(miraccl.torch.NAME, "miraccl://", rank=0, world_size=1)
 
 
-def test_a_launch_that_contradicts_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contradictory_launch_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMI_RANK", "2")
     monkeypatch.setenv("PMI_SIZE", "2")
     with pytest.raises(

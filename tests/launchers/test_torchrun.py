@@ -19,8 +19,8 @@ from tests.launchers.jobs import RANK_PROGRAMS, CompletedJob, free_port, run_tog
 from tests.support.warm_python import TORCH, warm_python
 
 pytestmark = pytest.mark.multiprocess
-KINDS = ["init", "torch"]  # in the same ranks, one after the other, where nobody is killed
-NRANKS, STEPS, FATAL = 3, 6, 3  # the last two are those of programs/resume.py
+KINDS = ["init", "torch"]  # run one after the other in the same ranks
+NRANKS, STEPS, FATAL = 3, 6, 3  # the last two as in programs/resume.py
 
 
 def static(port: int, *more: str, local_ranks: int = NRANKS) -> list[str]:
@@ -71,18 +71,18 @@ def test_two_agents(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "victim", "way"),
+    ("kind", "victim", "mode"),
     [("init", 0, "elastic"), ("init", 2, "static"), ("torch", 1, "elastic")],
 )
-def test_a_killed_rank_is_started_again(kind: str, victim: int, way: str, tmp_path: Path) -> None:
-    how = (
+def test_restart_after_a_killed_rank(kind: str, victim: int, mode: str, tmp_path: Path) -> None:
+    options = (
         ["--standalone", "--nproc-per-node", str(NRANKS)]
-        if way == "elastic"
+        if mode == "elastic"
         else static(free_port())
     )
     run(
         torchrun(
-            [*how, "--max-restarts", "1"],
+            [*options, "--max-restarts", "1"],
             "resume.py",
             kind,
             str(tmp_path),
@@ -106,7 +106,7 @@ def test_a_killed_rank_is_started_again(kind: str, victim: int, way: str, tmp_pa
 
 def test_a_second_agent_joins_a_running_job(tmp_path: Path) -> None:
     """torchrun stops the first generation; the next one has more ranks and a new rendezvous."""
-    meeting = [
+    rendezvous = [
         "--rdzv-backend",
         "c10d",
         "--rdzv-endpoint",
@@ -114,7 +114,7 @@ def test_a_second_agent_joins_a_running_job(tmp_path: Path) -> None:
         "--rdzv-conf",
         "last_call_timeout=1",
     ]
-    how = [
+    options = [
         "--nnodes",
         "1:2",
         "--nproc-per-node",
@@ -125,11 +125,11 @@ def test_a_second_agent_joins_a_running_job(tmp_path: Path) -> None:
         "127.0.0.1",
         "--max-restarts",
         "1",
-        *meeting,
+        *rendezvous,
     ]
-    agent = torchrun(how, "grow.py", "init", str(tmp_path), python=warm_python(*TORCH))
+    agent = torchrun(options, "grow.py", "init", str(tmp_path), python=warm_python(*TORCH))
     later = [warm_python(*TORCH), str(RANK_PROGRAMS / "when.py"), str(tmp_path / "running"), *agent]
-    # PyTorch 2.13's own agents wait for each other in vain after a second one has joined, if they share a store as they do by default.
+    # PyTorch 2.13: agents that share a store (the default) deadlock after a second one has joined.
     for ended in run_together([agent, later], [{"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}] * 2):
         assert ended.status == 0, ended.stderr
     for rank in range(4):

@@ -74,7 +74,7 @@ def test_losses_and_weights_are_the_same_bits(
     assert seen["none"][1] != digests, "training alone gives other weights"
 
 
-def test_the_benchmark_tells_one_bit(
+def test_the_benchmark_detects_a_changed_bit(
     record: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))

@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 
 PARTIAL = 0
-"""In place of an error: the call moves one byte."""
+"""Instead of an error: the call moves one byte."""
 
 
 class FaultSweep:
@@ -47,7 +47,7 @@ class FaultSweep:
         self.set(None)
         scenario()
         counts = Counter(self._counts)
-        assert set(plan) <= set(counts), f"never called: {set(plan) - set(counts)}"
+        assert set(plan) <= set(counts), f"not called: {set(plan) - set(counts)}"
         for kind, errors in plan.items():
             for error in errors:
                 for number in range(1, counts[kind] + 1):
@@ -85,7 +85,7 @@ class FaultSweep:
             def accept(self) -> tuple[socket.socket, Any]:
                 problem = sweep.next_fault("accept")
                 if problem is not None:
-                    if problem == errno.ECONNABORTED:  # it leaves the queue
+                    if problem == errno.ECONNABORTED:  # the connection leaves the queue
                         super().accept()[0].close()
                     raise OSError(problem, os.strerror(problem))
                 return super().accept()
@@ -186,6 +186,6 @@ def open_files() -> set[str]:
     for name in os.listdir("/proc/self/fd"):
         try:
             found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
-        except OSError:  # that of the listing itself
+        except OSError:  # the descriptor of the listing itself
             continue
     return found

@@ -1,4 +1,4 @@
-"""Process from which ``ranks.py`` forks test ranks: pickled requests on stdin, outcomes on stdout."""
+"""Process that forks test ranks for ``ranks.py``: pickled requests on stdin, outcomes on stdout."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from miraccl.tools import launch
 from miraccl.tools.processes import die_with_parent
 from miraccl.tools.spawn import RankContext, RankOutcome, Ranks
 
-# what ranks would import each for itself when they come to it
+# modules that ranks would otherwise import one by one
 ALWAYS = (
     "miraccl.runtime.multinode.communicator",
     "miraccl.runtime.network",
     "numpy.testing",
     "encodings.idna",
 )
-NOT_PRELOADED = "tests.interop."  # with JAX and its like, which begin threads and are not for ranks of other tests
+NOT_PRELOADED = "tests.interop."  # JAX and others start threads
 _LENGTH = struct.Struct("<Q")
 
 
@@ -60,10 +60,10 @@ def _serve(request: dict[str, Any]) -> list[RankOutcome]:
 def main() -> None:
     die_with_parent(os.getppid())
     stdin, stdout = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # nothing else may write to the pipe of answers
+    os.dup2(2, 1)  # keep other output out of the pipe of outcomes
     launch.warm_up()
-    for wanted in (*ALWAYS, *sys.argv[1:]):
-        importlib.import_module(wanted)
+    for module in (*ALWAYS, *sys.argv[1:]):
+        importlib.import_module(module)
     gc.freeze()
     while header := stdin.read(_LENGTH.size):
         request = pickle.loads(stdin.read(_LENGTH.unpack(header)[0]))

@@ -39,9 +39,7 @@ from tests.support.warm_python import TORCH
 
 ROOT = Path(__file__).resolve().parents[2]
 _LENGTH = struct.Struct("<Q")
-_SERVER_TIMEOUT_S = (
-    15.0  # seconds beyond the deadline of a run in which the server itself must answer
-)
+_SERVER_TIMEOUT_S = 15.0  # seconds after a run's deadline in which the server must respond
 
 
 class _Server:
@@ -75,11 +73,11 @@ class _Server:
         fd, data = self._process.stdout.fileno(), b""
         while len(data) < length:
             if not select.select([fd], [], [], timeout)[0]:
-                raise TimeoutError("the server of test ranks does not answer")
+                raise TimeoutError("the server of test ranks does not respond")
             part = os.read(fd, length - len(data))
             if not part:
                 raise TimeoutError(
-                    f"the server of test ranks ended with status {self._process.wait(10)}"
+                    f"the server of test ranks exited with status {self._process.wait(10)}"
                 )
             data += part
         return data
@@ -124,7 +122,7 @@ def rank_outcomes(
     qualname = target.__qualname__
     if "<" in qualname:
         raise ValueError(
-            f"{qualname} is not at the top of its module: another process cannot find it"
+            f"{qualname} is not a module-level function: another process cannot import it"
         )
     request = {
         "module": target.__module__,
@@ -157,6 +155,6 @@ def run_ranks(
 
 def _report(outcome: RankOutcome) -> str:
     if outcome.ok:
-        return f"rank {outcome.rank} is fine"
+        return f"rank {outcome.rank} succeeded"
     parts = [f"---- {outcome.describe()}", outcome.error.rstrip(), outcome.output.rstrip()]
     return "\n".join(p for p in parts if p)

@@ -15,21 +15,22 @@ from tests.support.warm_python import warm_python
 pytestmark = pytest.mark.multiprocess
 PROGRAM = """
 import atexit, os, signal, subprocess, sys
-way, *words = sys.argv[1:]
+action, *words = sys.argv[1:]
 print(os.getpid(), flush=True)
 atexit.register(print, "the end")
-if way == "say":
-    print(__name__, os.getcwd(), os.environ["SAID"], words, sys.stdin.read(), "miraccl.runtime" in sys.modules)
+if action == "say":
+    has_miraccl = "miraccl.runtime" in sys.modules
+    print(__name__, os.getcwd(), os.environ["SAID"], words, sys.stdin.read(), has_miraccl)
     sys.exit(7)
-if way == "again":
+if action == "again":
     sys.exit(subprocess.call([sys.executable, __file__, "say", "inner"]))
-if way == "raise":
+if action == "raise":
     raise ValueError("on purpose")
-if way == "text":
+if action == "text":
     sys.exit("a reason")
-if way == "kill":
+if action == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
-if way == "term":
+if action == "term":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
     print("waiting", flush=True)
     signal.pause()
@@ -62,16 +63,17 @@ def run(python: str, *words: str, cwd: Path | None = None) -> tuple[int, list[st
     )
 
 
-@pytest.mark.parametrize("way", ["say", "raise", "text", "kill"])
-def test_a_program_ends_as_in_python(program: str, way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("action", ["say", "raise", "text", "kill"])
+def test_programs_exit_as_in_python(program: str, action: str, tmp_path: Path) -> None:
     warm, cold = (
-        run(python, "-u", program, way, "a b", cwd=tmp_path)
+        run(python, "-u", program, action, "a b", cwd=tmp_path)
         for python in (warm_python(), sys.executable)
     )
-    if way == "say":
-        assert [(warm[1][0].split()[-1]), cold[1][0].split()[-1]] == ["True", "False"], (
-            "one of them has imported miraccl already"
-        )
+    if action == "say":
+        assert [(warm[1][0].split()[-1]), cold[1][0].split()[-1]] == [
+            "True",
+            "False",
+        ], "the warm Python has imported miraccl already"
         assert warm[1][0].rpartition(" ")[0] == cold[1][0].rpartition(" ")[0]
         assert warm[1][1:] == cold[1][1:] == ["the end"]
     else:
@@ -79,13 +81,13 @@ def test_a_program_ends_as_in_python(program: str, way: str, tmp_path: Path) -> 
     assert (warm[0], warm[2]) == (cold[0], cold[2])
 
 
-def test_what_a_program_starts_is_warm(program: str) -> None:
+def test_programs_started_by_a_program_are_warm(program: str) -> None:
     status, lines, _ = run(warm_python(), program, "again")
     assert status == 7
     assert any("inner" in line and line.endswith("True") for line in lines)
 
 
-def test_modules_and_what_only_python_can_do() -> None:
+def test_modules_and_other_command_lines() -> None:
     assert run(warm_python(), "-m", "miraccl", "no such command")[0] == 2
     assert run(warm_python(), "-c", "print(1); print(2)") == (0, ["2"], "")
 
@@ -103,5 +105,5 @@ def test_signals_reach_the_program(program: str, number: int, status: int) -> No
         process.send_signal(number)
         assert process.wait(30) == status
         assert process.stdout.read() == ("the end\n" if status == 5 else ""), (
-            "its streams are closed: it has ended"
+            "the program has exited: its streams are closed"
         )

@@ -29,7 +29,7 @@ TORCH = (
     "torch.distributed.launcher.api",
     "miraccl.torch",
 )
-_START_TIMEOUT_S = 100.0  # for the first compilation on a machine
+_START_TIMEOUT_S = 100.0  # includes the first compilation on a machine
 
 
 @functools.cache
@@ -37,7 +37,7 @@ def warm_python(*modules: str) -> str:
     """Return the executable for programs that need ``modules`` besides those of a rank."""
     folder = Path(tempfile.mkdtemp(prefix="miraccl-warm-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    executable, meeting = folder / "python", folder / "socket"
+    executable, address = folder / "python", folder / "socket"
     words = [
         sys.executable,
         "-I",
@@ -45,19 +45,19 @@ def warm_python(*modules: str) -> str:
         str(Path(__file__).with_name("warm_client.py")),
         sys.executable,
         str(executable),
-        str(meeting),
+        str(address),
     ]
     executable.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     executable.chmod(0o700)
     paths = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.warm_server", str(meeting), *modules],
+        [sys.executable, "-m", "tests.support.warm_server", str(address), *modules],
         cwd=ROOT,
         env={
             **os.environ,
             "PYTHONPATH": paths,
             "OMP_NUM_THREADS": "1",
-        },  # which OpenMP reads when it is loaded
+        },  # read by OpenMP when it is loaded
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
     )
@@ -69,5 +69,5 @@ def warm_python(*modules: str) -> str:
         or server.stdout.readline() != b"ready\n"
     ):
         server.kill()
-        raise RuntimeError("the server of warm interpreters does not start")
+        raise RuntimeError("the server of warm interpreters did not start")
     return str(executable)

@@ -31,7 +31,7 @@ ALWAYS = (
     "miraccl.tools.perf.device_ranks",
     "miraccl.runtime.multinode.communicator",
 )
-MAX_REQUEST_BYTES = 128 << 10  # bytes of a request, which is one packet
+MAX_REQUEST_BYTES = 128 << 10  # a request is one packet
 
 
 def _reap(*_: Any) -> None:
@@ -43,24 +43,24 @@ def _reap(*_: Any) -> None:
 def _serve(listener: socket.socket) -> dict[str, Any]:
     """Accept requests; returns in interpreters only, with their request."""
     signal.signal(signal.SIGCHLD, _reap)
-    me = os.getpid()
+    server_pid = os.getpid()
     while True:
         connection = listener.accept()[0]
         if os.fork():
             connection.close()
             continue
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        die_with_parent(me)
+        die_with_parent(server_pid)
         listener.close()
         body, streams, *_ = socket.recv_fds(connection, MAX_REQUEST_BYTES, 3)
         if len(streams) < 3:
             os._exit(1)
-        keeper = os.getpid()
+        supervisor = os.getpid()
         if pid := os.fork():
             for fd in streams:
                 os.close(fd)
             _supervise(connection, pid)
-        die_with_parent(keeper)
+        die_with_parent(supervisor)
         connection.close()
         os.setsid()
         for target, fd in enumerate(streams):
@@ -123,6 +123,7 @@ def _run(request: dict[str, Any]) -> NoReturn:
     if status is not None and not isinstance(status, int):
         print(status, file=sys.stderr)
         status = 1
+    # No teardown of modules: it would take longer than most programs.
     threading.__dict__["_shutdown"]()
     atexit.__dict__["_run_exitfuncs"]()
     for stream in (sys.stdout, sys.stderr):
@@ -134,8 +135,8 @@ def _run(request: dict[str, Any]) -> NoReturn:
 if __name__ == "__main__":
     die_with_parent(os.getppid())
     launch.warm_up()
-    for wanted in (*ALWAYS, *sys.argv[2:]):
-        importlib.import_module(wanted)
+    for module in (*ALWAYS, *sys.argv[2:]):
+        importlib.import_module(module)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.bind(sys.argv[1])
         server.listen(64)

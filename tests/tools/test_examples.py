@@ -102,7 +102,7 @@ def _commands() -> list[str]:
 def test_a_command_is_understood_as_printed(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Options, names and values; what it says of files and GPUs is not looked at."""
+    """Options, names and values are parsed; files and GPUs are not checked."""
     monkeypatch.chdir(tmp_path)
     context, words = (
         click.Context(cli.cli),

@@ -19,5 +19,5 @@ with connect(kind) as (rank, nranks, add_up):
     while nranks == FEW:
         assert add_up(1) == FEW
         (Path(folder) / "running").touch()
-        assert time.monotonic() < deadline, "nobody has joined"
+        assert time.monotonic() < deadline, "no rank has joined"
     write_line(folder, rank=rank, nranks=nranks, total=add_up(10**rank))

@@ -21,8 +21,8 @@ generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 state = Path(folder) / "state"
 
 
-def kept() -> int:
-    """The step after which the state was kept last."""
+def saved_step() -> int:
+    """Return the step after which the state was saved last."""
     return int(state.read_text().split()[0]) if state.exists() else 0
 
 
@@ -34,7 +34,7 @@ try:
         first = step
         while step < STEPS:
             if generation == 0 and step == FATAL and rank == int(victim):
-                while kept() < FATAL:  # rank 0 may be told of a death before it has come so far
+                while saved_step() < FATAL:  # rank 0 must have saved this step
                     time.sleep(0.001)
                 os.kill(os.getpid(), signal.SIGKILL)
             step, total = step + 1, total + add_up(step + rank)
