@@ -193,7 +193,7 @@ def test_a_rank_that_connects_when_another_one_has_given_up_is_told_so(
         comm._core.session.timeout = LIMIT_S
         comm._core.session.barrier("ready")
         if comm.rank == 0:
-            monkeypatch.setattr(Fabric, "_reach", late)
+            monkeypatch.setattr(Fabric, "_connect_transport", late)
         comm._core.session.barrier("late")
         clock.on.set()
         if comm.rank == 0:

@@ -1,6 +1,6 @@
-"""The communicator: how it begins and ends, its memory and its plans.
+"""The communicator: creation, memory, plans and end of life.
 
-Its operations are those of ``comm.operations``.  This file knows neither transports nor algorithms.
+Its operations are in ``api.operations``. This module knows neither transports nor algorithms.
 """
 
 from __future__ import annotations
@@ -38,18 +38,43 @@ if TYPE_CHECKING:
 class Communicator(Operations):
     """A group of ranks that communicate; this process (or thread) is one of them.
 
-    ``Communicator(nranks, unique_id, rank)`` is collective: every rank calls it with the id that ``get_unique_id()`` gave to one of them.
-    ``miraccl.init()`` does that for ranks that a launcher started.  Keyword options: ``timeout`` in seconds of every operation
-    (MIRACCL_TIMEOUT), ``algo`` and ``proto`` as MIRACCL_ALGO and MIRACCL_PROTO, ``deterministic`` (MIRACCL_DETERMINISTIC) for results
-    that depend on neither size, algorithm nor layout, ``cta_policy`` ("default", "efficiency", "zero") for what kernels take of a GPU
-    where MIRACCL_CTA_POLICY does not say.
+    ``Communicator(nranks, unique_id, rank)`` is collective: every rank passes the id that
+    ``get_unique_id()`` returned on one of them. ``miraccl.init()`` creates a communicator of the
+    ranks that a launcher started.
 
-    Arrays are NumPy arrays, or anything with ``__array_interface__``, the buffer protocol or DLPack in CPU memory; contiguous, of a
-    dtype in ``miraccl.DType``.  Every operation takes GPU memory, too (PyTorch, CuPy, ``__cuda_array_interface__``, DLPack): it enqueues
-    kernels in ``stream`` or else the current stream and returns (``comm.device``).  Operations return the array with the result.  With
-    ``async_op=True`` they return a ``Work``; on GPU memory they run on a stream of the communicator's, and its ``wait`` makes the current
-    stream wait.
-    One thread at a time may be inside a communicator; ``abort`` may be called from any.
+    Arrays are NumPy arrays, or objects with ``__array_interface__``, the buffer protocol or DLPack
+    in CPU memory; contiguous, of a dtype in ``miraccl.DType``. GPU memory (PyTorch, CuPy,
+    ``__cuda_array_interface__``, DLPack) is passed to the same operations: they enqueue kernels in
+    ``stream``, by default the current stream, and return. With ``async_op=True`` an operation
+    returns a ``Work``; on GPU memory it runs in a stream of the communicator, and ``Work.wait``
+    makes the current stream wait.
+
+    One thread at a time may be inside a communicator. ``abort`` may be called from any thread.
+
+    Args:
+        nranks: Number of ranks, 1 or more.
+        unique_id: The ``UniqueId`` of the job, its bytes or its text.
+        rank: This rank, from 0 to nranks - 1.
+        timeout: Deadline of every operation, in seconds. Default: MIRACCL_TIMEOUT, 300.
+        algo: Algorithm for every collective that has it, such as ``"ring"``. Default: MIRACCL_ALGO,
+            chosen by the cost model.
+        proto: Protocol: ``"simple"``, ``"ll"`` or, on GPU memory, ``"ll128"``. Default:
+            MIRACCL_PROTO, chosen by the cost model.
+        deterministic: Results depend on neither size, algorithm nor layout. Default:
+            MIRACCL_DETERMINISTIC, False.
+        buffsize: Bytes of all FIFOs of a CPU rank; 0 chooses. Default: MIRACCL_BUFFSIZE, 0.
+        cta_policy: GPU resources of kernels: ``"default"``, ``"efficiency"`` or ``"zero"``.
+            MIRACCL_CTA_POLICY takes precedence.
+
+    Attributes:
+        rank: This rank.
+        nranks: Number of ranks.
+
+    Raises:
+        InvalidUsage: An argument or option is not allowed.
+        PlanMismatch: Ranks passed different options.
+        BootstrapError, PeerDied, CollectiveTimeout: The ranks could not connect in time
+            (MIRACCL_BOOTSTRAP_TIMEOUT, 60 s).
     """
 
     def __init__(
@@ -70,8 +95,14 @@ class Communicator(Operations):
         setup: SetupPhases | None = None,
         launch_orders: Callable[[], LaunchOrders] = thread_launch_orders,
     ) -> Communicator:
-        """A communicator over a session that has met already; ``stages`` of that session, where there is a deadline for more than these;
-        ``orders`` gives what its kernels and its parts' are ordered in, when they begin (``comm.device.order``)."""
+        """Create a communicator over an established session.
+
+        Args:
+            parent: Communicator whose cost model and launch order the new one shares.
+            setup: Phases of that session, if they share a deadline with more than this creation.
+            launch_orders: Returns the order of kernel launches that this communicator and its
+                children join, called on first GPU use.
+        """
         self = cls.__new__(cls)
         self._start(session, options, setup, parent, launch_orders)
         return self
@@ -92,9 +123,8 @@ class Communicator(Operations):
         self._launch_orders = parent._launch_orders if parent else launch_orders
         context = core.context
         word = layout.CTX_LAST_RUN // 8
-        self._cpu_plan = context.words.data[
-            word : word + 1
-        ]  # 0: the last operation was on GPU memory
+        #: Plan of the last operation on CPU memory; 0 if the last operation was on GPU memory.
+        self._cpu_plan = context.words.data[word : word + 1]
         self._cpu_plan_address = context.address + layout.CTX_LAST_RUN
         self._all_reduce = context.fast_call("collective", Collective.ALL_REDUCE)
         self._all_gather = context.fast_call("collective", Collective.ALL_GATHER)
@@ -114,25 +144,40 @@ class Communicator(Operations):
         self._sendrecv = context.fast_call("sendrecv", Collective.SEND_RECV)
         self._barrier = core.barrier_fast_entry()
         self._splits = 0
-        self._gpu_waits = 0  # how often the program has waited for the GPU
+        self._gpu_waits = 0  # waits of the application for the GPU so far
 
     def _create_child(self, session: Session, setup: SetupPhases) -> Communicator:
-        return self._make_part(session, setup)
+        return Communicator.from_session(session, self._core.options, parent=self, setup=setup)
 
     # ---- memory and plans
 
     def empty(self, shape: Any, dtype: Any = "float32", device: str = "cpu") -> Any:
-        """An array in window memory, which all ranks of the host address directly: large operations on it copy nothing in between.
+        """Return an uninitialised array in window memory, which all ranks of the host can address.
 
-        ``device`` "cuda" or "cuda:1" gives GPU memory, zeroed; that call is collective, and the memory lives as long as the communicator.
-        A dtype of PyTorch's gives a tensor, another one a ``comm.device.windows.DeviceArray``.
+        Large operations on window memory save copies.
+
+        Args:
+            shape: Number of elements, or a tuple of lengths.
+            dtype: A ``DType``, its label, a NumPy type or, on a GPU, a PyTorch dtype.
+            device: ``"cpu"``, ``"cuda"`` or ``"cuda:<number>"``. GPU memory is zeroed and lives as
+                long as the communicator; that call is collective.
+
+        Returns:
+            A NumPy array; on a GPU a PyTorch tensor for a PyTorch dtype, else a ``DeviceArray``.
+
+        Raises:
+            InvalidUsage: ``shape``, ``dtype`` or ``device`` is not allowed.
+            SystemFailure: Out of window memory.
         """
         if str(device) == "cpu":
             return self._core.empty(shape, dtype)
         return self._gpu_by_name(device, "empty").empty(shape, dtype)
 
     def memory(self) -> dict[str, int]:
-        """Bytes that this rank holds for the communicator, by purpose; those on a GPU and pinned for it apart, once it is used."""
+        """Return the bytes this rank holds for the communicator, by purpose.
+
+        Keys starting with ``gpu_`` (GPU memory and pinned host memory) exist once a GPU is used.
+        """
         gpu = self._device.memory() if self._device is not None else {}
         return self._core.memory() | {f"gpu_{name}": nbytes for name, nbytes in gpu.items()}
 
@@ -167,10 +212,21 @@ class Communicator(Operations):
         *,
         device: Any = "cpu",
     ) -> list[Candidate] | list[DeviceCandidate]:
-        """All ways to run ``collective`` on a buffer of ``nbytes`` (the larger of the whole input and output), the chosen one first.
+        """Return all algorithms for ``collective`` on a buffer of ``nbytes``, the chosen one first.
 
-        ``device`` "cuda" or "cuda:1" asks about GPU memory (``comm.device.explain.DeviceCandidate``); as the first call that names a GPU
-        it is collective.
+        Args:
+            collective: A ``Collective`` or its name, such as ``"all_reduce"``.
+            nbytes: Bytes of the larger of the whole input and output.
+            dtype: Element type.
+            op: Reduction operator.
+            device: ``"cpu"``, ``"cuda"`` or ``"cuda:<number>"``. The first call that names a GPU is
+                collective.
+
+        Returns:
+            ``Candidate`` records with predicted times; ``DeviceCandidate`` records for a GPU.
+
+        Raises:
+            InvalidUsage: An argument is not allowed.
         """
         kind, block_bytes, element = self._core.parse_explain_request(collective, nbytes, dtype)
         if str(device) == "cpu":
@@ -182,7 +238,7 @@ class Communicator(Operations):
 
     @property
     def last_plan(self) -> Candidate | DevicePlan | MultiNodePlan | None:
-        """The plan of the last operation: of the last collective on CPU memory, or of what was started on GPU memory after it."""
+        """Plan of the last collective on CPU memory, or of a later operation on GPU memory."""
         on_cpu = self._cpu_plan[0]
         return (
             self._core.planner.choice_of(on_cpu)
@@ -190,45 +246,70 @@ class Communicator(Operations):
             else self._device.last_plan
         )
 
-    # ---- life
+    # ---- other communicators, and the end
 
     @property
     def local_rank(self) -> int:
-        """This rank's number among the ranks of its host."""
+        """Number of this rank among the ranks of its host, from 0."""
         return self._core.fabric.local.index(self.rank)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """One communicator per ``color``, ranks ordered by (key, rank). Collective; a rank with color None gets None."""
+        """Create one communicator per ``color``, with ranks ordered by (key, rank). Collective.
+
+        Args:
+            color: Whole number; None to take no part.
+            key: Whole number that orders the ranks of a color.
+
+        Returns:
+            The communicator of this rank's color; None if ``color`` is None.
+
+        Raises:
+            InvalidUsage: ``color`` or ``key`` is not a whole number.
+            CollectiveTimeout, PeerDied, BootstrapError: The ranks did not all call it in time.
+        """
         return self.split_within(Deadline.after(self._core.session.timeout), color, key)
 
     def split_within(
         self, deadline: Deadline, color: int | None, key: int = 0
     ) -> Communicator | None:
-        """``split`` as a part of something that has a deadline."""
+        """Run ``split`` under the given deadline."""
         session = self._core.split(color, key, self._splits + 1, deadline)
-        self._splits += 1  # a refused call does not count: the others know nothing of it
-        return None if session is None else self._make_part(session, SetupPhases(session, deadline))
+        self._splits += 1  # after the checks: a rejected call is unknown to the other ranks
+        if session is None:
+            return None
+        return self._create_child(session, SetupPhases(session, deadline))
 
     def shrink(self) -> Communicator:
-        """A communicator of the ranks that live, after this one broke. Collective over the living; who dies meanwhile is left out, too."""
+        """Create a communicator of the surviving ranks after this one broke. Collective over these.
+
+        A rank that dies during the call is left out as well.
+
+        Raises:
+            CollectiveTimeout: A surviving rank did not call it within ``timeout``.
+            CommunicatorClosed: This communicator was finalized.
+        """
         self._core.check_open("shrink")
         self._splits += 1
-        return shrink(self._core, self._splits, self._make_part)
-
-    def _make_part(self, session: Session, stages: SetupPhases) -> Communicator:
-        return Communicator.from_session(session, self._core.options, parent=self, setup=stages)
+        return shrink(self._core, self._splits, self._create_child)
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """End the communicator now, on all ranks: whoever waits raises ``CommunicatorAborted``. Any thread may call it."""
+        """End the communicator on all ranks; waiting ranks raise ``CommunicatorAborted``.
+
+        Callable from any thread.
+
+        Args:
+            reason: Text for the errors of the other ranks.
+        """
         if self._device is not None and not self._core.in_forked_child:
             self._device.abort(reason)
         self._core.abort(reason)
 
     def finalize(self) -> None:
-        """Leave in an orderly way, after what is pending; may be called twice. Not collective.
+        """Complete pending operations and leave the communicator. Local; may be called twice.
 
-        Raises what a kernel on the GPU, or a lane between hosts, found after the last call that could tell it (``CollectiveTimeout``,
-        ``CollectiveMismatch``), and that a message of a collective on GPU memory was taken by nobody.
+        Raises:
+            CollectiveTimeout, CollectiveMismatch: A fault of the GPU side that no call has reported
+                yet, or a message on GPU memory that no rank received.
         """
         if self._core.in_forked_child:
             return
@@ -237,17 +318,15 @@ class Communicator(Operations):
             self._background.close()
         untold = None
         if self._device is not None:
-            with (
-                self._register_gpu_wait(self._device),
-                self._core.faults.control.enter(FINALIZE),
-            ):  # it waits for the other ranks
+            # Closing the GPU side waits for the other ranks.
+            with self._register_gpu_wait(self._device), self._core.faults.control.enter(FINALIZE):
                 untold = guarded(self._device).close(self._core.faults.raised)
         self._core.finalize()
         if untold is not None:
             raise untold
 
     def synchronize(self) -> None:
-        """Wait for this rank's GPU, and raise what its kernels found."""
+        """Wait for this rank's GPU and raise the faults that its kernels found."""
         if self._device is not None:
             with self._register_gpu_wait(self._device):
                 guarded(self._device).synchronize()
@@ -255,7 +334,7 @@ class Communicator(Operations):
     def _register_gpu_wait(
         self, device: DeviceCommunicator | MultiNodeCommunicator
     ) -> blocked_ops.BlockedScope:
-        """The program's wait for all that it has called on GPU memory."""
+        """Register the wait of the application for its GPU work, for deadlock detection."""
         self._gpu_waits += 1
         return blocked_ops.BlockedScope(
             functools.partial(
@@ -276,11 +355,13 @@ class Communicator(Operations):
                 raise
 
     def __reduce__(self) -> NoReturn:
-        """A shallow copy would count parts by itself, and have a GPU side of its own."""
-        advice = "other processes get a rank of their own, by miraccl.init() or a unique id"
+        """Reject pickling and copying: a copy would have its own GPU side and count of splits."""
+        advice = "other processes get their own rank by miraccl.init() or a unique id"
         raise TypeError(
-            f"a Communicator belongs to the process that made it and can be neither pickled nor copied ({advice})"
+            "cannot pickle or copy a Communicator: it belongs to the process that created it "
+            f"({advice})"
         )
 
     def __repr__(self) -> str:
-        return f"<Communicator rank {self.rank} of {self.nranks}{' closed' if self._core.closed else ''}>"
+        state = " closed" if self._core.closed else ""
+        return f"<Communicator rank {self.rank} of {self.nranks}{state}>"

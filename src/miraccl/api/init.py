@@ -1,4 +1,4 @@
-"""How a communicator begins: from the environment of a launcher, or from an MPI communicator."""
+"""Creation of the first communicator: from a launcher's environment or an MPI communicator."""
 
 from __future__ import annotations
 
@@ -18,9 +18,34 @@ _FAILED = "failed: "
 
 
 def init(mpi: Any = None, /, **options: Any) -> Communicator:
-    """The communicator of all ranks that a launcher started (miraccl run, torchrun, mpirun, srun, or RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT); one rank alone without a launcher.  With an MPI communicator of mpi4py (or any object with ``Get_rank``, ``Get_size`` and
-    ``bcast``): the same ranks in the same order; collective over it.  Options are those of ``Communicator``."""
+    """Create the communicator of all ranks that a launcher started, or of an MPI communicator.
+
+    Launchers are ``miraccl run``, torchrun, mpirun, srun, or any that sets RANK, WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT. Without a launcher the communicator has one rank.
+
+    Args:
+        mpi: Communicator of mpi4py, or any object with ``Get_rank``, ``Get_size`` and ``bcast``:
+            its ranks in its order. The call is collective over it.
+        timeout: Deadline of every operation, in seconds. Default: MIRACCL_TIMEOUT, 300.
+        algo: Algorithm for every collective that has it, such as ``"ring"``. Default: MIRACCL_ALGO,
+            chosen by the cost model.
+        proto: Protocol: ``"simple"``, ``"ll"`` or, on GPU memory, ``"ll128"``. Default:
+            MIRACCL_PROTO, chosen by the cost model.
+        deterministic: Results depend on neither size, algorithm nor layout. Default:
+            MIRACCL_DETERMINISTIC, False.
+        buffsize: Bytes of all FIFOs of a CPU rank; 0 chooses. Default: MIRACCL_BUFFSIZE, 0.
+        cta_policy: GPU resources of kernels: ``"default"``, ``"efficiency"`` or ``"zero"``.
+            MIRACCL_CTA_POLICY takes precedence.
+
+    Returns:
+        The communicator; a context manager that finalizes it.
+
+    Raises:
+        InvalidUsage: An argument, option or setting is not allowed.
+        PlanMismatch: Ranks passed different options.
+        BootstrapError, PeerDied, CollectiveTimeout: The ranks could not connect in time
+            (MIRACCL_BOOTSTRAP_TIMEOUT, 60 s).
+    """
     trace.configure()
     if mpi is not None:
         return _init_over(mpi, options)
@@ -31,7 +56,10 @@ def init(mpi: Any = None, /, **options: Any) -> Communicator:
 
 
 def _init_over(mpi: Any, options: dict[str, Any]) -> Communicator:
-    """MPI only carries the unique id of rank 0, or its failure: nobody waits in ``bcast`` for a rank 0 that has given up."""
+    """Create a communicator over an MPI communicator, which carries rank 0's unique id or its
+    error.
+    """
+    # Rank 0 broadcasts its failure as well, so that no rank is left waiting in ``bcast``.
     rank, nranks = _place_in(mpi)
     hub: HubServer | None = None
     if rank == 0:
@@ -62,26 +90,27 @@ def _init_over(mpi: Any, options: dict[str, Any]) -> Communicator:
 
 
 def _place_in(mpi: Any) -> tuple[int, int]:
-    """(rank, size) in an MPI communicator."""
+    """Return (rank, size) in an MPI communicator."""
     if isinstance(mpi, type):
         raise InvalidUsage(
-            f"init() was given the class {mpi.__name__}; it takes a communicator, such as MPI.COMM_WORLD"
+            f"init: mpi is the class {mpi.__name__}; allowed are communicators, such as COMM_WORLD"
         )
     missing = [
         name for name in ("Get_rank", "Get_size", "bcast") if not callable(getattr(mpi, name, None))
     ]
     if missing:
         raise InvalidUsage(
-            f"init() takes an MPI communicator such as mpi4py's MPI.COMM_WORLD; a {type(mpi).__name__} has no {', '.join(missing)}",
-            hint="options are given by name, such as init(timeout=60)",
+            f"init: mpi is a {type(mpi).__name__} without {', '.join(missing)}; allowed are "
+            "communicators such as mpi4py's MPI.COMM_WORLD",
+            hint="pass options by name, such as init(timeout=60)",
         )
-    if not mpi:  # so does mpi4py say COMM_NULL
+    if not mpi:  # MPI.COMM_NULL in mpi4py
         raise InvalidUsage(
-            "init() was given a null communicator: this process is not in the group, or has freed it"
+            "init: mpi is a null communicator: this process is not in its group, or has freed it"
         )
     if getattr(mpi, "Is_inter", bool)():
         raise InvalidUsage(
-            "init() was given an intercommunicator, which has two groups",
+            "init: mpi is an intercommunicator, which has two groups",
             hint="pass mpi_comm.Merge()",
         )
     return int(mpi.Get_rank()), int(mpi.Get_size())

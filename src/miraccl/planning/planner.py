@@ -87,7 +87,7 @@ class PlanRequest:
 
     Attributes:
         in_counts, out_counts: Elements per block on this rank; empty for uneven operations, whose
-        counts come with each call.
+            counts come with each call.
         block_bytes: Common size of the blocks; for uneven operations the size class
             (``sizes.size_class``) of the largest block of any rank.
         count: Elements of a block, as all ranks know it; 0 for uneven operations.

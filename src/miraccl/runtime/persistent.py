@@ -61,7 +61,7 @@ class Persistent:
         Raises:
             InvalidUsage: ``stream`` is given, or another thread is inside the communicator.
             CollectiveTimeout, PeerDied, CollectiveMismatch, CommunicatorAborted: The operation
-            failed.
+                failed.
         """
         code = self._fast_entry() if stream is None else layout.NOT_HANDLED
         if not code:
