@@ -345,7 +345,7 @@ def uneven() -> None:
             assert comm.all_gather_v(me.put(me.data(me.rank, mine)), counts, out) is out
             placed = me.zeros(total)
             placed.array[begin : begin + mine] = me.data(me.rank, mine)
-            inner = Part(place_of(placed).part(begin, mine), placed.array.dtype)
+            inner = Part(place_of(placed).slice(begin, mine), placed.array.dtype)
             comm.all_gather_v(inner, counts, placed)
             share = me.zeros(mine)
             comm.reduce_scatter_v(me.put(me.data(me.rank, total)), counts, share, RedOp.MAX)
@@ -472,7 +472,7 @@ def refusals() -> None:
         before = me.cuda.launches
 
         def part(first: int) -> Part:
-            return Part(place_of(x).part(first, 2), x.array.dtype)
+            return Part(place_of(x).slice(first, 2), x.array.dtype)
 
         def grouped(call: Callable[[], Any]) -> None:
             with miraccl.group():
@@ -633,7 +633,7 @@ def refused_when_prepared() -> None:
                 getattr(comm, name)(*there)
         whole = me.put(np.ones(4 * n))
         part, never = (
-            Part(place_of(whole).part(1, 4), whole.array.dtype),
+            Part(place_of(whole).slice(1, 4), whole.array.dtype),
             Immutable(place_of(whole)),
         )
         for call, words in (

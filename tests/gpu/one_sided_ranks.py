@@ -93,7 +93,7 @@ class OneSided(Rank):
 
     def part(self, window: Any, first: int, values: Any) -> Any:
         """These values, in a window from element ``first`` on."""
-        part = Part(window.miraccl_view.part(first, len(values)), np.dtype("float32"))
+        part = Part(window.miraccl_view.slice(first, len(values)), np.dtype("float32"))
         part.array[:] = values
         return part
 

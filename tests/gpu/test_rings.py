@@ -116,7 +116,9 @@ def test_the_answer_is_kept(monkeypatch: pytest.MonkeyPatch, plans: Path) -> Non
     assert (again.order, again.reason) == ((0, 3, 1, 2), first.reason)
     assert ring_of(bus_ids()[::-1]).order != again.order
     kept.write_bytes(add_checksum(json.dumps({**record, "order": [0, 3, 3, 2]}).encode()))
-    assert ring_of(bus_ids()).reason.startswith("cannot find a ring: the search returned [0, 3, 3, 2]")
+    assert ring_of(bus_ids()).reason.startswith(
+        "cannot find a ring: the search returned [0, 3, 3, 2]"
+    )
 
 
 def test_where_nothing_is_found_the_order_is_that_of_the_ranks(

@@ -78,7 +78,7 @@ def refresh_gpu_faults(comm: Communicator) -> None:
     """Read faults left by finished kernels, so that the next ``check_gpu`` reports them."""
     side: Any = comm._device
     if side is not None:
-        getattr(side, "local", side).judge()
+        getattr(side, "local", side).compare_ops()
 
 
 class TaggedExchange(TransferTable):

@@ -135,7 +135,7 @@ def resolve_stream(gpu: Any, stream: Any, current: Current | None = None) -> int
     """Return the handle of a stream argument; None: that of ``current()`` or the current one."""
     if stream is None and current is not None:
         stream = current()
-    number: int = getattr(gpu, "local", gpu).streams.number(stream)
+    number: int = getattr(gpu, "local", gpu).streams.handle(stream)
     return number
 
 
