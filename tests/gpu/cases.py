@@ -1,4 +1,4 @@
-"""The cases of the GPU tests: collective, type, operator, size, place, algorithm, protocol."""
+"""Cases of the GPU tests: collective, type, operator, size, alignment, algorithm, protocol."""
 
 from __future__ import annotations
 
@@ -334,7 +334,9 @@ def _others() -> Iterator[Case]:
 
 
 def _by_other_schedules() -> Iterator[Case]:
-    """Those without packet kernels, some of which have scratch memory; ``worker.one_sided`` has those on windows."""
+    """Yield schedules without packet kernels, some with scratch memory; ``worker.one_sided`` runs
+    those on windows.
+    """
     for collective, algo in (
         ("all_reduce", "recursive_doubling"),
         ("all_reduce", "recursive_halving_doubling"),

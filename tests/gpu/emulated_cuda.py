@@ -1,4 +1,4 @@
-"""A CUDA driver without a GPU that runs kernels: ``fake_cuda`` with launches by the emulator.
+"""CUDA driver without a GPU that runs kernels: ``fake_cuda`` with launches by the emulator.
 
 Ranks are processes that map each other's memory.
 """
@@ -19,7 +19,7 @@ from tests.gpu.fake_cuda import FakeCuda, Result
 
 @dataclass
 class Module:
-    """Machine code in a context, and its one function."""
+    """Machine code in a context, and its only function."""
 
     context: int
     function: Any
@@ -30,8 +30,10 @@ class Module:
 
 
 class EmulatedCuda(FakeCuda):
-    """Its GPUs are linked by NVLink. Streams run kernels one after another; what a graph replays is launched with the arguments that were
-    captured."""
+    """Emulated driver whose GPUs are linked by NVLink.
+
+    Streams run kernels in order; a graph replays launches with the arguments that were captured.
+    """
 
     CUstream = int
 

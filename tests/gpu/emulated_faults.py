@@ -1,4 +1,7 @@
-"""Ranks of the tests of what goes wrong in GPU communicators, on an emulated driver: deadlines, mismatches, aborts, deaths."""
+"""Ranks of the fault tests of GPU communicators on an emulated driver: deadlines, mismatches,
+aborts,
+deaths.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ from tests.runtime.pair_ranks import await_two, questions
 
 
 def mismatch(later: bool) -> str:
-    """A receive of another size or type than the send. ``later``: the sender comes as far as a message behind it that is right."""
+    """Receive another size or type than is sent. ``later``: the sender has a valid message behind
+    it.
+    """
     with rank() as me:
         me.comm.barrier(stream=0)
         size = 100 if later else 100_000
@@ -42,7 +47,10 @@ def mismatch(later: bool) -> str:
 
 
 def set_up_against(what: str, where: str) -> dict[str, Any]:
-    """Rank 1 begins with GPU memory, or asks for window memory or ends once all have, and the others call ``what``; all have time."""
+    """Rank 1 starts using GPU memory, asks for window memory or finalizes; the others call
+    ``what``.
+    No deadline passes.
+    """
     with session() as world:
         me = Rank(world, 600.0)
         world.timeout = 600.0
@@ -75,7 +83,7 @@ def set_up_against(what: str, where: str) -> dict[str, Any]:
 
 
 def alone(how: str) -> str:
-    """Rank 1 waits for a message that nobody sends."""
+    """Rank 1 waits for a message that is never sent."""
     with rank() as me:
         me.comm.barrier(stream=0)
         me.synchronize()
@@ -94,12 +102,12 @@ def alone(how: str) -> str:
 
 
 def stay_until_told(me: Rank) -> None:
-    """Who waits for a rank that leaves is told that, instead of passing its deadline."""
+    """Ranks that wait for a leaving rank get that error before their deadline."""
     me.comm._core.session.barrier("told")
 
 
 def never_comes() -> dict[str, Any]:
-    """The last rank does not come to the second operation. Rank 0's deadline passes soon, the others' never."""
+    """The last rank skips the second operation. Only rank 0 has a short deadline."""
     with rank(timeout=600.0) as me:
         x, last = me.put(np.ones(1000)), me.nranks - 1
         me.comm.all_reduce(x, stream=0)
@@ -125,7 +133,7 @@ def never_comes() -> dict[str, Any]:
 
 
 def waits_for_one_that_leaves(what: str) -> dict[str, Any]:
-    """Rank 1 finalizes, and the others wait for it. All have time."""
+    """Rank 1 finalizes while the others wait for it. No deadline passes."""
     with rank(timeout=600.0) as me:
         x = me.put(np.ones(1_000_000))  # more than the rings take
         me.comm.barrier(stream=0)
@@ -156,7 +164,7 @@ def outcome(me: Rank) -> str:
 
 
 def aborted_by_another() -> str:
-    """What rank 1, which waits for a message, is told when rank 0 aborts."""
+    """Return the error of rank 1, which waits for a message, after rank 0 aborts."""
     with rank(timeout=60.0) as me:
         if me.rank == 0:
             me.comm.barrier(stream=0)
@@ -173,7 +181,7 @@ def aborted_by_another() -> str:
 
 
 def left_by_an_exception() -> bool:
-    """Leaving a with block by an exception does not wait for the deadline of what runs."""
+    """Leave a with block by an exception without waiting for the deadline of running work."""
     with rank(timeout=600.0) as me:
         me.comm.barrier(stream=0)
         if me.rank == 0:
@@ -188,7 +196,7 @@ def left_by_an_exception() -> bool:
 
 
 def unheard_of() -> str:
-    """A deadline that passes after the last call is raised when the communicator is left."""
+    """A deadline that passes after the last call is raised when the communicator is closed."""
     with session() as world:
         me = Rank(world, 30.0)
         me.comm.barrier(stream=0)
@@ -207,7 +215,7 @@ def unheard_of() -> str:
 
 
 def death_between_copies() -> None:
-    """Rank 1 dies between its meeting and its copies: rank 0's streams are let go of."""
+    """Rank 1 dies between its barrier and its copies; rank 0's streams are released."""
     from miraccl.errors import PeerDied
     from miraccl.executor.cuda import staged_copies
 
@@ -230,7 +238,10 @@ def death_between_copies() -> None:
 
 @contextlib.contextmanager
 def ready_for_copies() -> Iterator[tuple[Rank, DeviceCommunicator, Any, Any]]:
-    """A rank that has copied through staging memory, its GPU side, and what it gathers from and into. All have time."""
+    """Return a rank that has copied through staging memory, its GPU side, and its input and output.
+    No
+    deadline passes.
+    """
     from miraccl.executor.cuda import staged_copies
     from tests.gpu import fake_cuda
 
@@ -245,7 +256,7 @@ def ready_for_copies() -> Iterator[tuple[Rank, DeviceCommunicator, Any, Any]]:
 
 
 def never_comes_to_copies() -> dict[str, Any]:
-    """Rank 1 does not come to copies through staging memory, and nobody else looks at rank 0's GPU, which waits for them."""
+    """Rank 1 skips copies through staging memory; rank 0's GPU waits for them unobserved."""
     with ready_for_copies() as (me, device, x, out):
         device._engines._comm_args = dataclasses.replace(
             device._engines._comm_args, timeout_ns=int(0.3e9)
@@ -268,7 +279,7 @@ def never_comes_to_copies() -> dict[str, Any]:
 
 
 def copies_stop(captured: bool) -> dict[str, Any]:
-    """All ranks meet for copies through staging memory, and rank 1's program stands before it has enqueued its own."""
+    """All ranks pass the barrier of staged copies, and rank 1 stops before it enqueues its own."""
     from miraccl.executor.cuda import staged_copies
 
     with ready_for_copies() as (me, device, x, out):
@@ -301,7 +312,9 @@ def copies_stop(captured: bool) -> dict[str, Any]:
 
 
 def differs_at_the_end(how: str) -> dict[str, Any]:
-    """The last operation is another one on rank 1, and nobody waits for it; no call follows but ``how``."""
+    """The last operation differs on rank 1 without anybody waiting; only ``how`` is called after
+    it.
+    """
     with rank(timeout=60.0) as me:
         x = me.put(np.ones(1000))
         for op in (RedOp.SUM, RedOp.MAX):
@@ -319,7 +332,9 @@ def differs_at_the_end(how: str) -> dict[str, Any]:
 
 
 def unlike_messages(case: str) -> dict[str, Any]:
-    """The ranks call different operations, of which some are messages; right ones before and after. All have time."""
+    """Ranks call different operations, some of them messages, between valid ones. No deadline
+    passes.
+    """
     with rank(timeout=600.0) as me:
         comm, mine = me.comm, me.rank
         one, all_ones, large = me.put(np.ones(1)), me.put(np.ones(3)), me.put(np.ones(1 << 20))
@@ -384,7 +399,10 @@ def unlike_messages(case: str) -> dict[str, Any]:
 
 
 def wait_for_one_another(case: str) -> dict[str, Any]:
-    """Each rank waits for the next one, the last one for the first, in calls that are not in a group; right ones before. All have time."""
+    """Each rank waits for the next one in a cycle, in ungrouped calls, after valid ones. No
+    deadline
+    passes.
+    """
     with rank(timeout=600.0) as me:
         comm, mine, n = me.comm, me.rank, me.nranks
         small, large = me.zeros(10), me.zeros(1 << 20)
@@ -407,8 +425,11 @@ def wait_for_one_another(case: str) -> dict[str, Any]:
 
 
 def in_different_calls(cases: Sequence[str]) -> list[dict[str, Any]]:
-    """Ranks that wait for one another in calls that kernels do not compare, and whose programs wait for them: what is told of each case.
-    All have time."""
+    """Ranks block on each other in calls that kernels do not compare; return the error of each
+    case.
+
+    No deadline passes.
+    """
     detector.FIRST_STREAM_PROBE_S, detector.HOST_POLL_S = 0.05, 0.1
     layout.BULK_MIN_BYTES, layout.CHUNK_BYTES, layout.BULK_BYTES = 5000, 1024, 6 * 1024
     vars(blocked_ops)["only_thread"] = lambda: (
@@ -459,8 +480,10 @@ def _in_different_calls(me: Rank, case: str) -> dict[str, Any]:
 
 
 def works_that_end() -> list[float]:
-    """Rank 0 waits on its host for an operation that has ended on the GPU, before others that wait for rank 1; that one waits for it
-    on the CPU meanwhile, and rank 0 comes when others have asked often where everybody is."""
+    """Rank 0 waits on its host for completed GPU work, in front of operations that wait for rank 1.
+
+    Rank 1 waits for rank 0 on the CPU; rank 0 continues after several probes of its peers.
+    """
     detector.FIRST_STREAM_PROBE_S, detector.HOST_POLL_S = 0.05, 0.1
     vars(blocked_ops)["only_thread"] = lambda: threading.main_thread().ident
     with rank(timeout=60.0) as me:
@@ -495,7 +518,9 @@ def works_that_end() -> list[float]:
 
 
 def told_on_the_cpu() -> dict[str, Any]:
-    """Rank 1 aborts while rank 0 waits for it on its GPU, and a call on CPU memory tells rank 0: ``finalize`` does not say it again."""
+    """Rank 1 aborts while rank 0 waits on its GPU; a CPU call reports it, and ``finalize`` does not
+    repeat it.
+    """
     with rank(timeout=600.0) as me:
         x = me.put(np.ones(1000))
         me.comm.all_reduce(x, stream=0)
@@ -518,7 +543,9 @@ def told_on_the_cpu() -> dict[str, Any]:
 
 
 def comes_after_finalize(case: str) -> dict[str, Any]:
-    """Rank 0 calls another operation than the others, or none, when these wait in ``finalize``, with nobody waiting on a GPU."""
+    """Rank 0 calls another operation, or none, while the others wait in ``finalize`` with idle
+    GPUs.
+    """
     with rank(timeout=60.0) as me:
         comm, mine = me.comm, me.rank
         one, three = me.put(np.ones(1)), me.put(np.ones(3))
@@ -544,7 +571,7 @@ def comes_after_finalize(case: str) -> dict[str, Any]:
 
 
 def one_more(case: str) -> dict[str, Any]:
-    """Rank 1 alone calls one more operation, which waits for nobody; then all finalize."""
+    """Rank 1 calls one more operation, which waits for no rank; then all finalize."""
     with rank(timeout=60.0) as me:
         comm, mine = me.comm, me.rank
         one, three = me.put(np.ones(1)), me.put(np.ones(3))
@@ -569,7 +596,10 @@ def one_more(case: str) -> dict[str, Any]:
 
 
 def comes_late(what: str) -> dict[str, Any]:
-    """A right program in which rank 1 comes when rank 0's deadline has passed, and nobody has looked: kernels after it have ended, too."""
+    """A correct program: rank 1 arrives after rank 0's deadline, unobserved; later kernels have
+    ended
+    as well.
+    """
     with rank(timeout=60.0) as me:
         comm, count = me.comm, 200_000  # more than the rings take
         x, out, large = me.put(np.ones(count)), me.zeros(2 * count), me.put(np.ones(1000))
@@ -604,7 +634,7 @@ def comes_late(what: str) -> dict[str, Any]:
 
 
 def fails_when_others_are_ready() -> dict[str, Any]:
-    """Rank 1's driver refuses the last thing that its GPU side needs. All have time."""
+    """Rank 1's driver fails the last step of the GPU setup. No deadline passes."""
     with session() as world:
         me = Rank(world, 600.0)
         x = me.put(np.ones(1000))

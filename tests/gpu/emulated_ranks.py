@@ -1,4 +1,6 @@
-"""Ranks of the tests of GPU communicators on an emulated driver: every call of the public interface, with kernels that really run."""
+"""Ranks of the tests of GPU communicators on an emulated driver: all public calls, with running
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +39,16 @@ from tests.runtime.test_life import in_threads
 
 
 class Rank:
-    """A communicator on an emulated GPU."""
+    """Communicator on an emulated GPU."""
 
     def __init__(self, world: Any, timeout: float, shares: bool = False) -> None:
-        """``shares``: GPU 0 with the others, else each rank has one of its own."""
+        """Create the communicator; ``shares``: all ranks use GPU 0, else each has its own."""
         self.cuda = EmulatedCuda(home=0 if shares else world.rank).install()
         self.comm = Communicator.from_session(world, Options.create(timeout=timeout))
         self.rank, self.nranks = world.rank, world.nranks
 
     def put(self, values: Any, dtype: str = "float32", offset: int = 0) -> Any:
-        """An array on the GPU, ``offset`` elements into its allocation."""
+        """Return a GPU array that starts ``offset`` elements into its allocation."""
         array = np.asarray(values, dtype)
         if not offset:
             return FakeArray(self.cuda, array)
@@ -65,7 +67,7 @@ class Rank:
 
 
 class Part:
-    """An array somewhere in an allocation."""
+    """Array at an offset in an allocation."""
 
     def __init__(self, memory: Any, dtype: Any, **said: Any) -> None:
         self.array = seen(memory)
@@ -81,7 +83,7 @@ class Part:
 
 
 class Without:
-    """An array whose memory was freed; ``said`` is said otherwise."""
+    """Array whose memory was freed; ``said`` replaces entries of its interface."""
 
     def __init__(self, array: FakeArray, address: int | None = 0, **said: Any) -> None:
         self.__cuda_array_interface__ = (
@@ -92,7 +94,7 @@ class Without:
 
 
 class OnlyDlpack:
-    """An array that offers nothing but DLPack, as dlpack.h before 1.0 has it; notes the streams that it is asked for."""
+    """Array that offers only DLPack, as of dlpack.h before 1.0; records the requested streams."""
 
     def __init__(self, memory: Any) -> None:
         self.memory, self.array = memory, seen(memory)
@@ -127,13 +129,13 @@ class OnlyDlpack:
         return self.capsules[-1]
 
     def held(self) -> int:
-        """How many capsules somebody else has."""
+        """Return the number of capsules that are still referenced."""
         *counts, alone = [sys.getrefcount(thing) for thing in [*self.capsules, [self.capsules]]]
         return sum(count > alone + 1 for count in counts)  # one for ``capsules``
 
 
 class Immutable(OnlyDlpack):
-    """As an array of JAX."""
+    """Immutable array, like JAX's."""
 
     __module__ = "jaxlib.pretended"
 
@@ -147,7 +149,7 @@ def rank(timeout: float = 120.0, make: Any = Rank) -> Iterator[Rank]:
 
 
 class SparingRank(Rank):
-    """Its communicator takes few multiprocessors for large operations."""
+    """Rank whose communicator uses few multiprocessors for large operations."""
 
     def __init__(self, world: Any, timeout: float) -> None:
         super().__init__(world, timeout)
@@ -157,7 +159,7 @@ class SparingRank(Rank):
 
 
 def sparing() -> None:
-    """The policy reaches the GPU side of a communicator and of its parts."""
+    """The CTA policy applies to the GPU side of a communicator and of its splits."""
     with rank(make=SparingRank) as me:
         part = me.comm.split(0)
         for comm in (me.comm, part):
@@ -174,7 +176,9 @@ def same(got: Any, want: Any, what: str = "") -> None:
 
 
 def by_copy_engines() -> None:
-    """Without multiprocessors: through staging memory of a few slots, into windows, and kernels again afterwards."""
+    """Collectives without multiprocessors: through small staging memory, into windows, then kernels
+    again.
+    """
     from miraccl.executor.cuda import staged_copies
 
     staged_copies.STAGING_BYTES = 256 << 10
@@ -235,7 +239,7 @@ def by_copy_engines() -> None:
 
 
 def of_many_shapes() -> None:
-    """Copy engines keep neither launches without end nor an event for each."""
+    """Copy engines cache a bounded number of launches and share events."""
     from miraccl.runtime.gpu import engines
 
     vars(engines)["MAX_LAUNCHES"] = 3
@@ -264,7 +268,7 @@ def of_many_shapes() -> None:
 
 
 def point_to_point() -> int:
-    """Sends, receives, groups of them in bad orders, to oneself, of nothing."""
+    """Sends, receives, groups in adverse orders, messages to the own rank and empty ones."""
     with rank() as me:
         comm, right, left = me.comm, (me.rank + 1) % me.nranks, (me.rank - 1) % me.nranks
         comm.barrier(stream=0)
@@ -309,7 +313,7 @@ def point_to_point() -> int:
 
 
 def one_way() -> None:
-    """Only two of the ranks take part, each message a launch of its own, and a graph of them is replayed."""
+    """Two of the ranks exchange messages in separate launches, then by a replayed graph."""
     with rank() as me:
         comm = me.comm
         comm.barrier(stream=0)
@@ -334,7 +338,7 @@ def one_way() -> None:
 
 
 def uneven() -> None:
-    """Every uneven and rooted collective, in and out of place, with counts of nothing."""
+    """Every uneven and rooted collective, in and out of place, with zero counts."""
     with rank() as me:
         comm, n = me.comm, me.nranks
         for counts in ([3, 0, 5, 7][:n], [4000, 1, 2, 3000][:n], [0] * n, [9] * n):
@@ -421,7 +425,7 @@ def place_of(array: FakeArray) -> Any:
 
 
 def background() -> None:
-    """async_op, groups of collectives, prepared operations."""
+    """async_op, groups of collectives, persistent operations."""
     with rank() as me:
         comm, n = me.comm, me.nranks
         total = n * (n + 1) / 2
@@ -465,7 +469,7 @@ def background() -> None:
 
 
 def refusals() -> None:
-    """Arguments that cannot be used; nothing was sent, so the communicator goes on."""
+    """Invalid arguments are rejected before anything is sent; the communicator stays usable."""
     with rank() as me:
         comm, x, host = me.comm, me.put(np.ones(4)), np.ones(4, np.float32)
         comm.barrier(stream=0)
@@ -580,7 +584,10 @@ def refusals() -> None:
 
 
 def refused_when_prepared() -> None:
-    """What an operation refuses is refused when it is prepared, on CPU memory and on GPUs alike, and when a group notes it."""
+    """Persistent and grouped operations reject the same arguments as direct calls, on CPU memory
+    and
+    on GPUs.
+    """
     with rank() as me:
         comm, n, mine = me.comm, me.nranks, np.ones(4, np.float32)
         comm.barrier(stream=0)
@@ -675,7 +682,7 @@ def refused_when_prepared() -> None:
 
 
 def one_rank() -> None:
-    """What one rank computes by itself."""
+    """Operations of a communicator with a single rank."""
     with rank() as me:
         for dtype, factor in (("float32", 2.5), ("float16", 0.5), ("int32", 3)):
             x, out = me.put(me.data(1, 1001), dtype), me.zeros(1001, dtype)
@@ -716,7 +723,9 @@ def one_rank() -> None:
 
 
 def operators_again() -> None:
-    """What was prepared for an operator serves none that is equal to it only as numbers are; a factor is what it was when it was given."""
+    """Launches of one operator are not used for another of equal value; a scalar is read at the
+    call.
+    """
     with rank() as me:
         comm, n = me.comm, me.nranks
         for factor in (0.0, -0.0, 0, -0.0):
@@ -771,7 +780,7 @@ def operators_again() -> None:
 
 
 def alone_with_capsules() -> None:
-    """One rank copies later than the call, too, and in the order of its calls."""
+    """A single rank copies asynchronously and in call order."""
     with rank() as me:
         gate = threading.Event()
 
@@ -799,7 +808,7 @@ def alone_with_capsules() -> None:
 
 
 def on_another_gpu() -> None:
-    """Arrays on another GPU than the communicator's are refused before anything is launched, in every form of a call."""
+    """Arrays on another GPU are rejected before any launch, in every form of a call."""
     with rank() as me:
         comm, x, far = me.comm, me.put(np.ones(4)), me.put(np.ones(4))
         comm.barrier(stream=0)
@@ -852,7 +861,7 @@ def on_another_gpu() -> None:
 
 
 def begins_on_the_second_gpu() -> int:
-    """An array that only the driver knows the GPU of."""
+    """The first array's GPU is found through the driver."""
     with rank() as me:
         me.cuda.home = 1
         x = me.put(np.ones(4))
@@ -865,7 +874,7 @@ def begins_on_the_second_gpu() -> int:
 
 
 def in_the_order_of_the_machine(topology: str) -> tuple[tuple[int, ...], str]:
-    """Rings, chains from every root, and trees between GPUs whose order is not that of the ranks; gives the order."""
+    """Run rings, chains from every root, and trees on GPUs in machine order; return that order."""
     os.environ["NCCL_TOPO_FILE"] = topology
     with session() as world:
         me = Rank.__new__(Rank)
@@ -902,7 +911,7 @@ def in_the_order_of_the_machine(topology: str) -> tuple[tuple[int, ...], str]:
 
 
 def explanations() -> None:
-    """What is explained is what runs; the last plan is that of the last operation, wherever its arrays lie."""
+    """Explanations match what runs; the last plan is that of the last operation, in any memory."""
     with rank(make=partial(Rank, shares=True)) as me:
         comm, pairs = me.comm, [(0, 1), (0, 2), (1, 2)]
         assert comm.last_plan is None
@@ -960,7 +969,7 @@ def explanations() -> None:
 
 
 def plans(settings: dict[str, str], options: dict[str, Any], count: int = 1000) -> dict[str, str]:
-    """How operations run, with these settings and options."""
+    """Return the plans of operations with these settings and options."""
     os.environ.update(settings)
     found: dict[str, str] = {}
     with session() as world:
@@ -989,7 +998,7 @@ def plans(settings: dict[str, str], options: dict[str, Any], count: int = 1000) 
 
 
 def only_dlpack() -> None:
-    """Arrays of other libraries; those that never change need an array for the result."""
+    """Arrays of other libraries; immutable ones need a separate result array."""
     with rank() as me:
         comm, n = me.comm, me.nranks
         x = OnlyDlpack(me.put(np.full(9, me.rank + 1)).memory)
@@ -1010,8 +1019,10 @@ def only_dlpack() -> None:
 
 
 def several_in_threads() -> list[int]:
-    """Three communicators, of which one is used and one is made for the first time in a thread beside: how many waits each of their large
-    operations adds to its stream."""
+    """Return the waits that large operations of three communicators add to their streams, one of
+    them
+    created in another thread.
+    """
     with session() as world:
         options = Options.create(timeout=60)
         me, shared = Rank(world, options.timeout), LaunchOrders()
@@ -1059,7 +1070,7 @@ def several_in_threads() -> list[int]:
 
 
 def after_a_capture() -> None:
-    """What runs waits for what ran before, whatever was captured in between and is not replayed."""
+    """An operation waits for earlier work even if a capture in between is never replayed."""
     with rank() as me:
         part = me.comm.split(0)
         assert part is not None
@@ -1099,7 +1110,7 @@ def after_a_capture() -> None:
 
 
 class OwnStream:
-    """A stream that ends with its object, as CuPy's."""
+    """Stream that is destroyed with its object, like CuPy's."""
 
     def __init__(self, cuda: EmulatedCuda) -> None:
         self._cuda, self.ptr = cuda, cuda.make_stream()
@@ -1109,7 +1120,7 @@ class OwnStream:
 
 
 def in_streams_that_end() -> None:
-    """The stream of the last operation lives on until another one has been ordered after it, however many come."""
+    """The last operation's stream stays alive until another stream has been ordered after it."""
     with rank() as me:
         comm, n, current = me.comm, me.nranks, types.SimpleNamespace(stream=None)
         comm.barrier(stream=0)
@@ -1133,7 +1144,7 @@ def in_streams_that_end() -> None:
 
 
 class Cupys(FakeArray):
-    """An array of CuPy's."""
+    """CuPy array."""
 
     def __init__(self, cuda: EmulatedCuda, array: np.ndarray) -> None:
         super().__init__(cuda, array)
@@ -1141,7 +1152,7 @@ class Cupys(FakeArray):
 
 
 def beside_torch() -> None:
-    """Arrays of CuPy's in a program that has PyTorch too: in CuPy's current stream, in every form of a call; all others in PyTorch's."""
+    """With PyTorch loaded, CuPy arrays use CuPy's current stream and other arrays use PyTorch's."""
     with rank() as me:
         comm, n, peer = me.comm, me.nranks, 1 - me.rank
         torchs, cupys = me.cuda.make_stream(), me.cuda.make_stream()
@@ -1207,8 +1218,10 @@ def beside_torch() -> None:
 
 
 def from_other_threads() -> None:
-    """A thread in which nothing of CUDA was done calls what is prepared already, and waits for it; one in which another GPU is current
-    finalizes, too."""
+    """Threads without a CUDA context run and await persistent operations; one with another GPU
+    current
+    finalizes.
+    """
     with rank() as me:
         comm, x, failed = me.comm, me.put(np.full(9, me.rank + 1)), []
         out, right, left = me.zeros(9), (me.rank + 1) % me.nranks, (me.rank - 1) % me.nranks
@@ -1240,7 +1253,7 @@ def from_other_threads() -> None:
 
 
 def as_threads(nranks: int) -> None:
-    """Ranks that are threads of one process, each with a GPU of its own; in half of them the program has done nothing of CUDA yet."""
+    """Ranks as threads of one process, each with its own GPU; half of them have no context yet."""
     cuda = EmulatedCuda().install()
 
     def work(comm: Communicator) -> None:
@@ -1292,7 +1305,7 @@ def as_threads(nranks: int) -> None:
 
 
 def _with_another_gpu_current(me: Rank) -> None:
-    """A thread in which the program has chosen another GPU calls: all goes to the communicator's, and the choice stays."""
+    """Call from a thread with another current GPU; its choice is preserved."""
     comm, n, right, left = me.comm, me.nranks, (me.rank + 1) % me.nranks, (me.rank - 1) % me.nranks
     x, out, wide, total = (
         me.put(np.full(9, me.rank + 1)),
@@ -1343,7 +1356,7 @@ def _with_another_gpu_current(me: Rank) -> None:
 
 
 def forks() -> list[str]:
-    """What a forked child is told, which has neither the GPU nor what is pinned for it; the parent goes on."""
+    """A forked child, which has neither GPU nor pinned memory, gets an error; the parent continues."""
     with rank() as me:
         comm, x, out = me.comm, me.put(np.ones(4)), me.zeros(4)
         prepared, window = comm.all_reduce_init(x, out), comm.empty(4, device="cuda")
@@ -1380,7 +1393,7 @@ def forks() -> list[str]:
 
 
 def ordered() -> list[float]:
-    """A large reduce with ``deterministic``: values of which only the order of the ranks gives 0."""
+    """A large deterministic reduce, whose result is 0 only in the order of the ranks."""
     with session() as world:
         me = Rank.__new__(Rank)
         me.cuda = EmulatedCuda(home=world.rank).install()

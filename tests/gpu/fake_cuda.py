@@ -67,7 +67,7 @@ class Result(enum.IntEnum):
 
 
 class _Record:
-    """A struct: any attribute, structs in structs."""
+    """Struct with arbitrary attributes, which may be structs."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -84,7 +84,7 @@ def _map(fd: int, nbytes: int, at: int = 0) -> int:
 
 
 def _memory(name: str, nbytes: int) -> int:
-    """A file of so many bytes, which begins with whatever was there."""
+    """Return an anonymous file of ``nbytes`` with arbitrary contents."""
     fd = os.memfd_create(name)
     os.ftruncate(fd, nbytes)
     os.pwrite(fd, b"\xff" * min(nbytes, 4096), 0)
@@ -92,7 +92,7 @@ def _memory(name: str, nbytes: int) -> int:
 
 
 class Stream:
-    """Runs work in order, in a thread; while it captures, work goes to ``graph`` instead."""
+    """Thread that runs work in order; while it is captured, work is appended to ``graph``."""
 
     def __init__(self, context: int) -> None:
         self.context = context
@@ -140,7 +140,7 @@ class Stream:
 
 
 class _Streams(dict[int, Stream]):
-    """By number. 0 and 1 are the legacy stream of the context that is current."""
+    """Streams by handle; 0 and 1 are the legacy stream of the current context."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class _Streams(dict[int, Stream]):
 
 
 class _Area(NamedTuple):
-    """Memory that the driver knows: ``owner`` is the GPU where it lies, None for the host; ``gpus`` have access, None: all."""
+    """Memory known to the driver: owning GPU (None: host) and GPUs with access (None: all)."""
 
     start: int
     nbytes: int
@@ -173,7 +173,7 @@ class _Area(NamedTuple):
 
 
 def context_of(ordinal: int) -> int:
-    """The primary context of a GPU."""
+    """Return the primary context of a GPU."""
     return 0xC0DA00 + ordinal
 
 
@@ -182,7 +182,7 @@ def _ordinal_of(context: int) -> int:
 
 
 def _needs_context(call: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """A function of the driver that is refused in a thread in which no context is current."""
+    """Make a driver function fail in threads without a current context."""
 
     @functools.wraps(call)
     def checked(self: FakeCuda, *args: Any) -> tuple[Any, ...]:
@@ -198,8 +198,11 @@ def _needs_context(call: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[
 
 
 class FakeCuda:
-    """The functions of ``cuda.bindings.driver``. ``refuse`` names calls that fail; ``access(a, b)`` is cuDeviceCanAccessPeer; ``home`` is
-    the GPU that the program works on, where ``place`` puts arrays."""
+    """Functions of ``cuda.bindings.driver``.
+
+    ``refuse``: names of calls that fail; ``access(a, b)``: result of cuDeviceCanAccessPeer;
+    ``home``: GPU of the application, where ``place`` puts arrays.
+    """
 
     CUdevice_attribute = types.SimpleNamespace(
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=75,
@@ -252,7 +255,7 @@ class FakeCuda:
         return object.__getattribute__(self, name)
 
     def install(self) -> FakeCuda:
-        """Let ``Gpu`` of this process use this driver."""
+        """Make ``Gpu`` of this process use this driver."""
         vars(driver).update(bindings=lambda name: self, pointer_attribute=self.pointer_attribute)
         if self.home:  # one of GPU 0 need not have done anything yet
             self.choose(self.home)
@@ -260,7 +263,7 @@ class FakeCuda:
 
     @property
     def home(self) -> int:
-        """The GPU that the program works on, or this thread of it."""
+        """GPU of the application, or of this thread of it."""
         return int(getattr(self._threads, "home", self._home))
 
     @home.setter
@@ -268,7 +271,7 @@ class FakeCuda:
         self._threads.home = ordinal
 
     def choose(self, ordinal: int) -> int:
-        """Make the context of a GPU current in this thread, as a program does, which keeps it."""
+        """Make a GPU's context current in this thread, as an application does."""
         context = self.cuDevicePrimaryCtxRetain(ordinal)[1]
         self.cuCtxSetCurrent(context)
         return int(context)
@@ -306,7 +309,7 @@ class FakeCuda:
 
     @property
     def current(self) -> int | None:
-        """The context that is current in this thread."""
+        """Current context of this thread."""
         return getattr(self._threads, "current", None)
 
     def cuCtxGetCurrent(self) -> tuple[Any, ...]:
@@ -359,7 +362,7 @@ class FakeCuda:
         )
 
     def _area(self, address: int) -> _Area | None:
-        """The memory in which an address lies."""
+        """Return the memory that contains an address."""
         place = bisect.bisect_right(self._areas, address, key=lambda area: area.start)
         area = self._areas[place - 1] if place else None
         return area if area is not None and address < area.start + area.nbytes else None
@@ -368,7 +371,9 @@ class FakeCuda:
         self._areas = [area for area in self._areas if area.start != address]
 
     def reaches(self, context: int, address: int, copies: bool = False) -> bool:
-        """Whether what runs in a context may use an address. Copies reach plain memory everywhere."""
+        """Return True if work of a context may access an address; copies reach plain memory of all
+        GPUs.
+        """
         area = self._area(address)
         if (
             area is None
@@ -384,7 +389,7 @@ class FakeCuda:
         )
 
     def _touches(self, stream: int, *addresses: int, copies: bool = False) -> bool:
-        """Whether the GPU of a stream may use these addresses; what may not be is noted."""
+        """Return True if a stream's GPU may access these addresses; record violations."""
         context = self.streams[int(stream)].context
         wrong = [address for address in addresses if not self.reaches(context, address, copies)]
         self.faults += [
@@ -395,7 +400,7 @@ class FakeCuda:
 
     @property
     def _ordinal(self) -> int:
-        """The GPU whose context is current."""
+        """Return the GPU whose context is current."""
         assert self.current is not None
         return _ordinal_of(self.current)
 
@@ -404,7 +409,7 @@ class FakeCuda:
         return Result.CUDA_SUCCESS, self.allocate(nbytes, self._ordinal)
 
     def allocate(self, nbytes: int, ordinal: int) -> int:
-        """Memory of a GPU, whatever context is current."""
+        """Allocate memory of a GPU, whatever context is current."""
         fd = _memory("gpu", nbytes)
         address = _map(fd, nbytes)
         self.live[address] = (fd, nbytes)
@@ -556,7 +561,7 @@ class FakeCuda:
         return Result.CUDA_SUCCESS, self.make_stream(self._ordinal)
 
     def make_stream(self, ordinal: int | None = None) -> int:
-        """A stream of a GPU, by default the program's, whatever context is current."""
+        """Create a stream of a GPU, by default the application's, whatever context is current."""
         number = next(self._numbers)
         self.streams[number] = Stream(context_of(self.home if ordinal is None else ordinal))
         return number
@@ -578,7 +583,7 @@ class FakeCuda:
         work: Callable[[], None],
         copies: bool = False,
     ) -> tuple[Any, ...]:
-        """The same of work on memory."""
+        """Check that work on memory may run in a stream."""
         if not self._touches(stream, *addresses, copies=copies):
             return (Result.CUDA_ERROR_ILLEGAL_ADDRESS,)
         return self._put(stream, work)
@@ -633,7 +638,7 @@ class FakeCuda:
 
     @_needs_context
     def cuStreamWaitEvent(self, stream: int, event: Any, flags: int) -> tuple[Any, ...]:
-        """A stream that waits for one that is captured is captured with it."""
+        """Order streams; a stream that waits for a captured one joins the capture."""
         recorded = event.recorded
         if event.graph is not None:
             self.streams[stream].graph = event.graph
@@ -724,7 +729,7 @@ class FakeCuda:
 
 
 class FakeArray:
-    """An array in fake device memory with ``__cuda_array_interface__``."""
+    """Array in fake device memory with ``__cuda_array_interface__``."""
 
     def __init__(self, cuda: FakeCuda, array: np.ndarray) -> None:
         self.memory = place(cuda, array)
@@ -741,7 +746,7 @@ class FakeArray:
 
 
 def place(cuda: FakeCuda, array: np.ndarray) -> DeviceMemory:
-    """A copy of ``array`` on the GPU."""
+    """Copy ``array`` to the GPU."""
     dtype = next(code for code, kind in NUMPY_DTYPE.items() if kind == array.dtype)
     address = cuda.allocate(max(4096, array.nbytes), cuda.home)
     memory = DeviceMemory(address, array.size, dtype)
@@ -750,7 +755,7 @@ def place(cuda: FakeCuda, array: np.ndarray) -> DeviceMemory:
 
 
 def seen(memory: DeviceMemory) -> np.ndarray:
-    """What lies in memory, as an array that shares it."""
+    """Return an array that shares GPU memory."""
     if not memory.count:
         return np.empty(0, NUMPY_DTYPE[memory.dtype])
     data: Any = (ctypes.c_uint8 * memory.nbytes).from_address(memory.address)
@@ -759,7 +764,7 @@ def seen(memory: DeviceMemory) -> np.ndarray:
 
 
 class FakeLocal:
-    """``comm.device.DeviceCommunicator`` for ranks of a host without kernels: streams call a CPU communicator."""
+    """``runtime.gpu.DeviceCommunicator`` without kernels: streams call a CPU communicator."""
 
     def __init__(
         self,
@@ -803,7 +808,7 @@ class FakeLocal:
         return self._cpu._core.closed
 
     def compare_ops(self) -> None:
-        """The CPU communicator compares what comes."""
+        """Do nothing: the CPU communicator compares operations."""
 
     def _enter(self, name: str, stream: Any) -> int:
         self.check(name)

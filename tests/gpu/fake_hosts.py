@@ -1,4 +1,7 @@
-"""Ranks of the tests of ``comm.device.hosts`` without GPUs: collectives over hosts that are pretended, on a driver that is pretended."""
+"""Ranks of the tests of ``runtime.multinode`` without GPUs: collectives over simulated hosts on a
+fake
+driver.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +53,11 @@ BIG = 50_001  # float32: several pieces of the smallest slots
 
 
 class World:
-    """A rank with its communicator. ``kernels``: those of a host run in the emulator, else the CPU stands in for them; ``apart``: the CPU
-    communicators take the ranks for ranks of several hosts, too, and connect them over TCP."""
+    """Rank with its communicator.
+
+    ``kernels``: a host's kernels run in the emulator, else the CPU replaces them. ``apart``: the
+    CPU communicators treat the ranks as several hosts as well and connect by TCP.
+    """
 
     def __init__(
         self,
@@ -96,7 +102,7 @@ class World:
 
 
 def numbers(rank: int, count: int, dtype: DType, seed: int = 0) -> np.ndarray:
-    """Small whole numbers, so that sums are exact in every order."""
+    """Return small integers, whose sums are exact in every order."""
     rng = np.random.default_rng((seed, rank))
     return rng.integers(0, 4, count).astype(NUMPY_DTYPE[dtype])
 
@@ -110,7 +116,7 @@ def check(got: DeviceMemory, want: np.ndarray | None, what: str) -> None:
 
 
 def even_collectives(hosts: str, sizes: Sequence[int], apart: bool = False) -> dict[str, str]:
-    """Every collective with every size, type and form; says which algorithm ran."""
+    """Run every collective with every size, type and form; return the algorithms used."""
     used: dict[str, str] = {}
     with session() as world:
         w = World(world, hosts, apart=apart)
@@ -200,7 +206,7 @@ def _even(
 
 
 def in_rank_order(hosts: str, apart: bool) -> None:
-    """``deterministic``: sums of floats are the same to the last bit, however the ranks are spread over hosts."""
+    """``deterministic``: float sums are bitwise equal for every distribution of ranks over hosts."""
     os.environ["MIRACCL_DETERMINISTIC"] = "1"
     with session() as world:
         w = World(world, hosts, apart=apart)
@@ -245,7 +251,7 @@ def in_rank_order(hosts: str, apart: bool) -> None:
 
 
 def with_kernels(hosts: str, apart: bool) -> None:
-    """The parts inside a host by kernels that are emulated: sums and moves in two steps, sends inside and between hosts, uneven blocks."""
+    """Intra-host parts run by emulated kernels: hierarchical collectives, messages, uneven blocks."""
     with session() as world:
         w = World(world, hosts, kernels=True, apart=apart)
         used: dict[str, str] = {}
@@ -285,7 +291,7 @@ def with_kernels(hosts: str, apart: bool) -> None:
 
 
 def one_host(kind: str) -> None:
-    """Emulated kernels over one way between the ranks of a host."""
+    """Emulated kernels over one kind of connection between the ranks of a host."""
     with session() as world:
         cuda = EmulatedCuda(home=world.rank).install()
         comm = DeviceCommunicator(world, world.rank, Options.create(timeout=60))
@@ -386,7 +392,7 @@ def uneven_collectives(hosts: str, apart: bool) -> None:
 
 
 def anywhere_in_windows(hosts: str) -> None:
-    """Ranks pass different places of a window, and plain memory, where that is allowed in one host, too."""
+    """Ranks pass different window positions and plain memory, where one host allows that as well."""
     with session() as world:
         w = World(world, hosts, kernels=True, apart=True)
         count, total = 1001, w.nranks * (w.nranks + 1) / 2
@@ -408,7 +414,7 @@ def anywhere_in_windows(hosts: str) -> None:
 
 
 def changing_counts(hosts: str, apart: bool) -> None:
-    """Counts that are others at every call, between calls that come again: as graphs, captured, and neither."""
+    """Counts that change between calls, among repeated calls: as graphs, captured, and neither."""
     vars(hosts_jobs)["MAX_JOBS"] = 4
     with session() as world:
         w = World(world, hosts, apart=apart)
@@ -486,7 +492,7 @@ def sends_and_receives(hosts: str, apart: bool) -> None:
 
 
 def _many(w: World) -> None:
-    """Messages of all sizes to and from the ranks of other hosts, empty ones among them; even ranks group what odd ones do one by one."""
+    """Exchange messages of all sizes with other hosts, some empty; even ranks group them."""
     hosts = {rank: number for number, ranks in enumerate(w.comm.nodes) for rank in ranks}
     sizes = (3, 0, 20_000, 1, 7, 40_000)
     for low, high in [
@@ -517,7 +523,7 @@ def _many(w: World) -> None:
 
 
 def graphs(hosts: str, apart: bool) -> None:
-    """What is captured runs at each replay, between operations that are not captured, in several streams."""
+    """Captured operations run at each replay, among others, in several streams."""
     with session() as world:
         w = World(world, hosts, apart=apart)
         comm, n, r = w.comm, w.nranks, w.rank
@@ -557,7 +563,7 @@ def graphs(hosts: str, apart: bool) -> None:
 
 
 def again(hosts: str, kernels: bool) -> None:
-    """Small operations with the same arrays, which come again as graphs, in two streams, between others that do not."""
+    """Small repeated operations run as graphs in two streams, among others."""
     with session() as world:
         w = World(world, hosts, kernels=kernels, apart=not kernels)
         comm, n, r = w.comm, w.nranks, w.rank
@@ -611,7 +617,7 @@ def again(hosts: str, kernels: bool) -> None:
 
 
 def special(hosts: str, apart: bool) -> None:
-    """Averages, pre-multiplied sums, empty arrays, arguments that are refused, what is explained."""
+    """Averages, pre-multiplied sums, empty arrays, rejected arguments, explanations."""
     with session() as world:
         w = World(world, hosts, apart=apart)
         comm, n, r = w.comm, w.nranks, w.rank
@@ -670,7 +676,9 @@ def special(hosts: str, apart: bool) -> None:
 
 
 def public_way() -> None:
-    """``Communicator`` with arrays on GPUs of two hosts of one rank each; CPU arrays go on as ever."""
+    """``Communicator`` with arrays on GPUs of two hosts of one rank each; CPU arrays work as
+    before.
+    """
     os.environ["MIRACCL_HOSTID"] = f"host{os.environ['MIRACCL_RANK']}"
     cuda = FakeCuda(home=int(os.environ["MIRACCL_RANK"])).install()
     with session() as world:
@@ -717,7 +725,7 @@ def public_way() -> None:
 
 
 def has_ended() -> list[str]:
-    """What those are told that have no GPU side over hosts: a forked child, and a program after ``finalize``."""
+    """A forked child and an application after ``finalize`` get an error."""
     os.environ["MIRACCL_HOSTID"] = f"host{os.environ['MIRACCL_RANK']}"
     cuda = FakeCuda(home=int(os.environ["MIRACCL_RANK"])).install()
     with session() as world:
@@ -753,7 +761,9 @@ def has_ended() -> list[str]:
 
 
 def abort(hosts: str, apart: bool, sends: bool) -> str:
-    """Rank 0 waits alone and is aborted by another of its threads; its stream comes to its end, and all ranks are told."""
+    """Rank 0 waits alone and is aborted by another thread; its stream ends and all ranks get the
+    error.
+    """
     with session() as world:
         w = World(world, hosts, apart=apart)
         x = w.zeros(BIG, DType.FLOAT32)
@@ -765,7 +775,7 @@ def abort(hosts: str, apart: bool, sends: bool) -> str:
 
 
 def _begin(w: World, x: DeviceMemory, sends: bool) -> None:
-    """Something for which another rank waits for the last one."""
+    """Start an operation in which another rank waits for the last one."""
     if sends:
         w.comm.recv(x, w.nranks - 1)
     else:
@@ -773,7 +783,7 @@ def _begin(w: World, x: DeviceMemory, sends: bool) -> None:
 
 
 def driver_fails(hosts: str, apart: bool) -> str:
-    """A copy that cannot be enqueued on rank 1 ends the operation on all ranks."""
+    """A copy that rank 1 cannot enqueue ends the operation on all ranks."""
     with session() as world:
         w = World(world, hosts, apart=apart)
         x = w.zeros(BIG, DType.FLOAT32)
@@ -790,7 +800,7 @@ def driver_fails(hosts: str, apart: bool) -> str:
 
 
 def kernel_waits_in_vain(hosts: str) -> str:
-    """A kernel of rank 3 passes its deadline while it waits for the first rank of its host."""
+    """A kernel of rank 3 exceeds its deadline while it waits for the first rank of its host."""
     with session() as world:
         w = World(world, hosts)
         x = w.zeros(BIG, DType.FLOAT32)
@@ -812,7 +822,7 @@ def lonely(hosts: str, apart: bool, sends: bool) -> str:
 
 
 def differing(hosts: str, apart: bool) -> str:
-    """The ranks of the first host add, the others take the largest."""
+    """The ranks of the first host add, the others take the maximum."""
     with session() as world:
         w = World(world, hosts, apart=apart)
         x = w.zeros(100, DType.FLOAT32)
@@ -836,8 +846,9 @@ def differing_in_counts(hosts: str, apart: bool, count: int) -> str:
 
 
 def in_different_calls(hosts: str, cases: Sequence[str], kernels: bool = False) -> list[str]:
-    """Ranks that wait for one another between hosts, in calls that no message compares: what they raise of each case, minutes before the
-    deadline."""
+    """Ranks of several hosts block on each other in calls that no message compares; return each
+    error.
+    """
     detector.FIRST_STREAM_PROBE_S = 0.05
     with session() as world:
         return [
@@ -851,7 +862,7 @@ def _sub(world: Session, name: str) -> Session:
 
 
 def _in_different_calls(w: World, case: str) -> str:
-    """Most ranks go on with an all_reduce."""
+    """Run one case; most ranks continue with an all_reduce."""
     comm, n, r = w.comm, w.nranks, w.rank
     x, large, ones, few = (
         w.zeros(1000, DType.FLOAT32),
@@ -889,8 +900,9 @@ def _in_different_calls(w: World, case: str) -> str:
 def against_the_cpu(
     hosts: str, calls: Sequence[tuple[str, str]], kernels: bool = False
 ) -> list[str]:
-    """Rank 1 calls something else than the others, who wait for what they have called on GPU memory, or the other way round: what they
-    raise of each pair of calls, of the others and of rank 1."""
+    """Rank 1 calls a CPU operation and the others a GPU one, or vice versa; return each pair of
+    errors.
+    """
     detector.FIRST_STREAM_PROBE_S, detector.HOST_POLL_S = 0.05, 0.1
     vars(blocked_ops)["only_thread"] = lambda: (
         threading.main_thread().ident
@@ -932,7 +944,7 @@ def against_the_cpu(
 
 
 def late(hosts: str) -> None:
-    """Rank 0 is late, its program or what lies in its stream, until the others have asked twice where everybody is."""
+    """Rank 0 is late, its application or its stream, until the others have probed it twice."""
     detector.FIRST_STREAM_PROBE_S = 0.05
     with session() as world:
         w = World(world, hosts, apart=True)
@@ -957,8 +969,10 @@ def late(hosts: str) -> None:
 
 
 def stands_still() -> None:
-    """What rank 0 sends to rank 1 stands still in the middle of a message of several, until others have asked twice where everybody is:
-    rank 2 waits for what rank 0 sends next, and rank 1, in the same group, for what rank 2 sends then."""
+    """A message from rank 0 to rank 1 stalls until others have probed twice.
+
+    Rank 2 waits for rank 0's next message, and rank 1, in the same group, for rank 2's.
+    """
     detector.FIRST_STREAM_PROBE_S = 0.05
     with session() as world:
         w = World(world, "ABC", apart=True)
@@ -987,7 +1001,7 @@ def stands_still() -> None:
 
 
 def _through_python(streams: Any, peer: int, first: int, pause: Callable[[], None]) -> None:
-    """What comes from ``peer`` goes through a thread from now on, which passes on ``first`` bytes before ``pause()``."""
+    """Route data from ``peer`` through a thread that forwards ``first`` bytes before ``pause()``."""
     real = streams._streams.sockets[peer]
     here, there = socket.socketpair()
     real.setblocking(True)
@@ -1008,7 +1022,7 @@ def _through_python(streams: Any, peer: int, first: int, pause: Callable[[], Non
 
 
 def unlike_messages(hosts: str, count: int, dtype: DType) -> str:
-    """Rank 0 sends ``BIG`` float32 after a message that is right, rank 1 receives something else."""
+    """Rank 0 sends ``BIG`` float32 after a valid message; rank 1 receives something else."""
     with session() as world:
         w = World(world, hosts, apart=True)
         x, y = w.zeros(BIG, DType.FLOAT32), w.zeros(count, dtype)
@@ -1022,7 +1036,9 @@ def unlike_messages(hosts: str, count: int, dtype: DType) -> str:
 
 
 def unlike_collectives(hosts: str, kernels: bool, case: str) -> str:
-    """The ranks call different collectives that are messages, or with other roots or counts, between others that are right."""
+    """Ranks call different message collectives, or with different roots or counts, among valid
+    ones.
+    """
     with session() as world:
         w = World(world, hosts, kernels=kernels, apart=True, timeout=600.0)
         comm, n, r = w.comm, w.nranks, w.rank
@@ -1079,7 +1095,9 @@ def unlike_collectives(hosts: str, kernels: bool, case: str) -> str:
 
 
 def unlike_at_the_end(hosts: str) -> str:
-    """Rank 0 gathers to the last rank and the others to rank 0, and then all end: also messages inside a host are taken by nobody."""
+    """Rank 0 gathers to the last rank, the others to rank 0, then all finalize: messages stay
+    unmatched.
+    """
     with session() as world:
         w = World(world, hosts, kernels=True, apart=True)
         root = w.nranks - 1 if w.rank == 0 else 0
@@ -1090,7 +1108,7 @@ def unlike_at_the_end(hosts: str) -> str:
 
 
 def uneven_again(hosts: str, kernels: bool) -> None:
-    """Collectives with counts that are messages, with the same arrays, as graphs and captured, where some ranks have nothing to move."""
+    """Repeated message collectives with counts, as graphs and captured; some ranks have no data."""
     with session() as world:
         w = World(world, hosts, kernels=kernels, apart=True)
         comm, n, r = w.comm, w.nranks, w.rank
@@ -1144,7 +1162,7 @@ def uneven_again(hosts: str, kernels: bool) -> None:
 
 
 def _begin_at(w: World, number: int) -> int:
-    """Let collectives of messages be counted from here on; how many there were."""
+    """Set the number of the next message collective; return the previous one."""
     streams = w.comm.runtime.messages
     assert streams is not None
     counted, streams._collectives[0] = int(streams._collectives[0]), number
@@ -1152,7 +1170,7 @@ def _begin_at(w: World, number: int) -> int:
 
 
 def death(hosts: str, apart: bool, sends: bool, kernels: bool = False) -> str:
-    """The last rank dies, with ``kernels`` when the others have begun: those of them who wait for one that lives, and stops, too."""
+    """The last rank dies, with ``kernels`` after the others have started: all that wait end."""
     with session() as world:
         w = World(world, hosts, apart=apart, kernels=kernels)
         x = w.zeros(BIG // 4 if kernels else BIG, DType.FLOAT32)  # kernels are emulated
@@ -1172,7 +1190,7 @@ def death(hosts: str, apart: bool, sends: bool, kernels: bool = False) -> str:
 
 
 def leaves(hosts: str, what: str, kernels: bool = False) -> str:
-    """The last rank closes, and waits for the others as long as that takes; they wait for it in vain."""
+    """The last rank closes and waits for the others, which wait for it in vain."""
     vars(several)["CLOSE_WAIT_S"] = 600.0
     with session() as world:
         w = World(world, hosts, apart=True, kernels=kernels, timeout=30.0)
@@ -1197,7 +1215,7 @@ def leaves(hosts: str, what: str, kernels: bool = False) -> str:
 
 
 def told_between_checks() -> str:
-    """What a call raises that has found nothing wrong between the hosts, and is late to look at its own. The end does not tell it again."""
+    """A call without an error of its own reports a peer's; finalize does not repeat it."""
     with session() as world:
         w = World(world, "AB", kernels=True)
         check = w.comm.faults.check
@@ -1216,7 +1234,9 @@ def told_between_checks() -> str:
 
 
 def told_by_a_lane_later() -> str:
-    """What a call of a new kind raises when the network is broken, and the lane that has found that is about to tell. The end does not."""
+    """A new kind of call reports a broken network before the staging thread does; finalize does not
+    repeat it.
+    """
     with session() as world:
         w = World(world, "AB")
         broken = w.comm.runtime.world._core.faults.set_fault(
@@ -1232,7 +1252,7 @@ def told_by_a_lane_later() -> str:
 
 
 def cut(sends: bool) -> str:
-    """The stream that an operation takes breaks between ranks that live."""
+    """The connection that an operation uses breaks between living ranks."""
     with session() as world:
         w = World(world, "AB", apart=True)
         x = w.zeros(BIG, DType.FLOAT32)
@@ -1253,7 +1273,7 @@ def cut(sends: bool) -> str:
 
 
 def _fault(w: World, x: DeviceMemory, kinds: tuple[type[MiracclError], ...]) -> str:
-    """What the next calls raise; the streams are free."""
+    """Return the error of the next calls; the streams are free."""
     told = threading.Event()
     for _ in range(3000):
         try:

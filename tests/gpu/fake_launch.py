@@ -1,4 +1,4 @@
-"""A driver that writes down what is launched, for compiled code that calls it by its address."""
+"""Fake driver that records launches, for compiled code that calls it by address."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ SHAPE: tuple[int, ...] = (528, 1, 2, 256, 3, 4, 48)
 
 
 class Driver:
-    """A cuLaunchKernelEx. ``seen`` has a row per launch: function, extra, ``SHAPE``, stream, words of the argument.
+    """Fake cuLaunchKernelEx.
 
-    Memory is that of GPU 0 but for what ``ordinals`` has: the number of another one, None for what the driver does not know.
-    ``capturing`` are streams.
+    ``seen``: a row per launch: function, extra, ``SHAPE``, stream, words of the argument.
+    ``ordinals``: GPU by address, None: unknown memory; default GPU 0. ``capturing``: captured
+    streams.
     """
 
     def __init__(self, codes: tuple[int, ...] = ()) -> None:
@@ -48,7 +49,7 @@ class Driver:
         return 0
 
     def questions(self) -> tuple[int, int]:
-        """Addresses of cuPointerGetAttribute and cuStreamIsCapturing."""
+        """Return the addresses of cuPointerGetAttribute and cuStreamIsCapturing."""
         first, second = (
             ctypes.cast(function, ctypes.c_void_p).value
             for function in (self._attribute, self._capturing)
@@ -70,7 +71,7 @@ class Driver:
         return self._codes[len(self.seen) - 1] if len(self.seen) <= len(self._codes) else 0
 
     def record(self, function: int, words: int = 2) -> int:
-        """The words of a launch of ``function`` with so many words as its argument."""
+        """Return the launch record of ``function`` with an argument of ``words`` words."""
         argument = (ctypes.c_uint64 * (words + 1))()
         config = launch._LaunchConfig(
             (528, 1, 2), (256, 3, 4), 48, None, ctypes.pointer(launch._LaunchAttribute(6, (1,))), 1

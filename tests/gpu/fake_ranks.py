@@ -1,4 +1,4 @@
-"""What ranks of the tests with a fake driver do."""
+"""Actions of ranks in tests with a fake driver."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def word(address: int) -> Any:
 
 
 def talk(memory: SymmetricMemory, world: Session) -> None:
-    """Every rank writes its number into its place with everybody, and finds theirs."""
+    """Every rank writes its number to every peer and reads theirs."""
     for peer in range(world.nranks):
         word(memory.outboxes[peer] + 64 * world.rank).value = 100 * world.rank + peer + 1
     world.barrier("written")
@@ -47,7 +47,7 @@ def connect(
     environ: dict[str, dict[str, str]],
     window: bool,
 ) -> dict[str, Any]:
-    """Make symmetric memory, use it, close it; says how it went. ``environ`` is by rank."""
+    """Create symmetric memory, use it, close it; return the outcome. ``environ``: by rank."""
     rank = int(os.environ["MIRACCL_RANK"])
     os.environ.update(environ.get(str(rank), {}))
     mine = [name for name in refuse if ":" not in name] + [

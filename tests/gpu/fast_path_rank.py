@@ -1,4 +1,4 @@
-"""The doors of one rank, on arrays in CPU memory and with a driver that writes down what is launched."""
+"""Fast calls of one rank, on arrays in CPU memory, with a driver that records launches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DL_CPU = 1
 
 
 def torch_with_exchange_api() -> Any:
-    """PyTorch, whose tensors compiled code can read; skips the test, or the module that asks, where there is none."""
+    """Return PyTorch if compiled code can read its tensors; skip the test or module otherwise."""
     torch = pytest.importorskip(
         "torch",
         reason="PyTorch is not installed (pip install 'miraccl[torch]')",
@@ -35,7 +35,7 @@ def torch_with_exchange_api() -> Any:
 
 
 class FastPathRank:
-    """The doors of a rank, the first of two, as a communicator has them, on tensors in CPU memory, whose stream is 0."""
+    """Fast calls of one rank (by default the first of two) on tensors in CPU memory, in stream 0."""
 
     def __init__(self, rank: int = 0, nranks: int = 2) -> None:
         self.abort, self.order, self.cpu_plan = (
@@ -69,11 +69,11 @@ class FastPathRank:
         self.calls = {name: self.fast_path.fast_call(name, collects=True) for name in CALLS}
 
     def retain(self, objects: list[Any], stream: int) -> None:
-        """What is to live until what is in this stream has ended."""
+        """Record objects that must outlive the work of this stream."""
         self.retained.append((objects, stream))
 
     def hand_over(self, group: groups.Group) -> None:
-        """What Python makes of calls that are noted."""
+        """Record the collected calls that Python must handle."""
         stream, messages, signature = self.fast_path.pop_collected()
         self.handed_over.append((stream, messages))
         self.signatures.append(signature)
@@ -88,7 +88,7 @@ class FastPathRank:
         fills: bool = False,
         number: int | None = None,
     ) -> Any:
-        """A launch whose function is its number, that of elements if none is given."""
+        """Enter a launch whose function is ``number``, by default the number of elements."""
         made: Any = types.SimpleNamespace(
             record=self.driver.record(count if number is None else number)
         )
@@ -102,8 +102,9 @@ class FastPathRank:
         fills: bool = False,
         signature: int = 0,
     ) -> Any:
-        """A launch with this function for messages (received, peer, elements, type), whose addresses stand in its argument the other way
-        around."""
+        """Enter a launch for messages (received, peer, elements, type); its argument holds their
+        addresses in reverse order.
+        """
         made: Any = types.SimpleNamespace(record=self.driver.record(number, len(messages)))
         argument = ctypes.c_uint64.from_address(made.record + 8 * layout.RECORD_ARGUMENT).value
         places = [argument + 8 * (len(messages) - 1 - place) for place in range(len(messages))]
@@ -122,7 +123,7 @@ class FastPathRank:
         rules: WarpQueueRules,
         signature: int = 0,
     ) -> Any:
-        """A launch with this function, lowered for these messages, for all that differ from them in sizes only."""
+        """Enter a launch lowered for these messages as a template for other sizes."""
         lowered = lower_messages(messages, comm_args, rules, signature)
         made: Any = types.SimpleNamespace(record=self.driver.record(number, len(lowered.args) // 8))
         argument = ctypes.c_uint64.from_address(made.record + 8 * layout.RECORD_ARGUMENT).value

@@ -1,4 +1,4 @@
-"""What tests on real GPUs need, and how they say that it is not there."""
+"""Requirements of tests on real GPUs, and their skip reasons."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from miraccl.executor.cuda.driver import check, driver
 
 
 def _count() -> int:
-    """GPUs that this process sees; 0 where there is no driver."""
+    """Return the GPUs of this process; 0 without a driver."""
     try:
         return int(check(driver().cuDeviceGetCount(), "cuDeviceGetCount"))
     except Exception:  # no package, no library, no driver, no device: all the same to who asks
@@ -34,6 +34,6 @@ ON_GPUS = [
 
 
 def need_gpus() -> None:
-    """For commands: end with what is missing."""
+    """Exit a command with the missing requirement."""
     if GPUS == 0:
         sys.exit(NO_GPU)

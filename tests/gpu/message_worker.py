@@ -1,4 +1,6 @@
-"""One rank of the GPU tests of messages: runs cases by name and says for each what was wrong, or nothing. Run by ``tests.gpu.ranks``."""
+"""One rank of the GPU tests of messages: runs cases by name and reports differences
+(``tests.gpu.ranks``).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ BROKEN = ("mismatch", "timeout", "abort", *UNLIKE)
 
 
 class OnlyDlpack:
-    """A tensor that offers nothing but DLPack."""
+    """Tensor that offers only DLPack."""
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
@@ -52,7 +54,7 @@ class OnlyDlpack:
 
 
 class Rank:
-    """A communicator with its cases."""
+    """Communicator with its cases."""
 
     def __init__(self) -> None:
         import torch
@@ -74,7 +76,7 @@ class Rank:
         return self.comm._device
 
     def bytes_of(self, rank: int, nbytes: int, seed: int = 0, offset: int = 0) -> Any:
-        """Bytes that follow from rank and seed, ``offset`` bytes into their allocation."""
+        """Return bytes determined by rank and seed, ``offset`` bytes into their allocation."""
         torch = self.torch
         generator = torch.Generator(device="cuda").manual_seed(1000 * seed + rank)
         whole = torch.zeros(nbytes + offset, dtype=torch.uint8, device="cuda")
@@ -96,7 +98,7 @@ class Rank:
     # ---- cases
 
     def sizes(self) -> None:
-        """A ring of sendrecv for every size and several addresses."""
+        """sendrecv around a ring for every size and several alignments."""
         for size in SIZES:
             for offset, out_offset in (
                 ((0, 0), (1, 0), (2, 4), (8, 3)) if size < 1_000_000 else ((0, 0), (8, 4))
@@ -110,7 +112,7 @@ class Rank:
                 )
 
     def all_pairs(self) -> None:
-        """Everything at once, sends first, in one launch; repeated, so that rings are used again."""
+        """All pairs at once, sends first, in one launch; repeated, so that row FIFOs wrap around."""
         n = self.nranks
         for size in (1, 10_000, 2_000_003):
             for seed in range(3):
@@ -129,7 +131,7 @@ class Rank:
                     )
 
     def many(self) -> None:
-        """More messages than the arguments of a launch hold, twice without waiting; and the same from a graph."""
+        """More messages than the arguments hold, twice without waiting; and the same from a graph."""
         torch, count = self.torch, 400
         xs = [self.bytes_of(self.rank, 1 + i % 700, i) for i in range(count)]
         outs = [self.zeros(1 + i % 700) for i in range(count)]
@@ -155,7 +157,9 @@ class Rank:
             self.same(out, self.bytes_of(self.left, 1 + i % 700, i), f"message {i} of a graph")
 
     def graphs(self) -> None:
-        """Captured sends and receives of several sizes, replayed with changing contents, between calls that are not captured."""
+        """Captured sends and receives of several sizes, replayed with new contents, among other
+        calls.
+        """
         torch = self.torch
         stream = torch.cuda.Stream()
         for size in (16, 5000, 8_000_001):
@@ -176,7 +180,7 @@ class Rank:
             self.same(other, self.bytes_of(self.rank, size, 4), f"{size} bytes there and back")
 
     def large(self) -> None:
-        """Messages that go in chunks, beside short ones and from odd addresses; all ranks to one; from a graph."""
+        """Messages in chunks, beside short ones and unaligned; all ranks to one; from a graph."""
         torch, comm, big = self.torch, self.comm, (64 << 20) + 5
         for size, offset, out_offset in ((big, 0, 0), (big + 100_000, 4, 8), (big, 0, 1)):
             x, out = self.bytes_of(self.rank, size, size, offset), self.zeros(size, out_offset)
@@ -211,7 +215,7 @@ class Rank:
         self.same(out, self.bytes_of(self.left, big), "of a graph")
 
     def mixed(self) -> None:
-        """Messages between collectives, without waiting on the host."""
+        """Messages among collectives, without waiting on the host."""
         torch, n = self.torch, self.nranks
         x = torch.full((5000,), float(self.rank + 1), device="cuda")
         out = torch.empty_like(x)
@@ -222,7 +226,9 @@ class Rank:
         self.same(out, torch.full_like(out, n * (n + 1) / 2), "sums of what was received")
 
     def uneven(self) -> None:
-        """Uneven and rooted collectives, results made by the library where the caller gives none."""
+        """Uneven and rooted collectives; the library allocates results that the caller does not
+        pass.
+        """
         torch, comm, n = self.torch, self.comm, self.nranks
         for base in (0, 7, 40_001):
             counts = [base * (r % 3) + r for r in range(n)]
@@ -277,7 +283,7 @@ class Rank:
             self.same(gathered, torch.arange(n, device="cuda").repeat_interleave(4), "gather")
 
     def captured_by_some(self) -> None:
-        """Collectives that are messages are counted where they run: rank 0 replays what the others call."""
+        """Message collectives are numbered when they run: rank 0 replays what the others call."""
         torch, comm, out = self.torch, self.comm, self.torch.zeros(3, device="cuda")
         every = torch.zeros(3 * self.nranks, device="cuda") if self.rank == 0 else None
 
@@ -300,7 +306,9 @@ class Rank:
         self.same(out, torch.arange(3, device="cuda") + 3.0 * self.rank, "scatter")
 
     def background(self) -> None:
-        """async_op beside other work; its order after the current stream, and the current stream's after ``wait``."""
+        """async_op beside other work, ordered after the current stream, which is ordered after
+        ``wait``.
+        """
         torch, comm, n = self.torch, self.comm, self.nranks
         for _ in range(20):
             x = torch.zeros(1 << 20, device="cuda")
@@ -381,7 +389,7 @@ class Rank:
         assert x.streams == [torch.cuda.current_stream().cuda_stream or 1, stream.cuda_stream]
 
     def speed(self) -> str:
-        """No test: what sendrecv in a ring takes, in a graph and plain."""
+        """Measure sendrecv around a ring, in a graph and plain; not a test."""
         torch, lines = self.torch, []
         for size in (16, 16 << 10, 256 << 10, 4 << 20, 64 << 20, 1 << 30):
             x, out = (
@@ -435,7 +443,9 @@ class Rank:
             assert "100 x bfloat16" in str(error)
 
     def unlike(self, case: str) -> None:
-        """Ranks that call different operations, one of which is messages: what nobody took is not taken by the next one."""
+        """Ranks call different operations, one of them messages; the next one does not match stale
+        messages.
+        """
         torch, comm, mine = self.torch, self.comm, self.rank
         one, many = torch.ones(1, device="cuda"), torch.ones(3, device="cuda")
 
@@ -481,7 +491,7 @@ class Rank:
         assert isinstance(error or self.failure(), CollectiveMismatch), error
 
     def failure(self) -> MiracclError | None:
-        """What the GPU's work ends with."""
+        """Return the error that ends the GPU's work."""
         try:
             self.device.synchronize()
         except MiracclError as error:

@@ -1,4 +1,4 @@
-"""Ranks of the tests of schedules with steps on memory of peers, on an emulated driver: windows as users have them."""
+"""Ranks of the tests of schedules with steps on peers' memory, on an emulated driver, in windows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COUNT = 20_001
 
 
 def register() -> None:
-    """Schedules of a user: gets between barriers, puts into scratch memory."""
+    """Register user schedules: gets between barriers, puts into scratch memory."""
 
     def gather(rank: int, nranks: int) -> Iterator[Step]:
         yield barrier()
@@ -81,7 +81,7 @@ def register() -> None:
 
 
 class OneSided(Rank):
-    """Its communicator follows the algorithm that is asked for."""
+    """Rank whose communicator uses the requested algorithm."""
 
     def __init__(self, world: Any, algo: str, timeout: float = 60.0) -> None:
         register()
@@ -92,7 +92,7 @@ class OneSided(Rank):
         return self.comm.empty(count, dtype, device="cuda")
 
     def part(self, window: Any, first: int, values: Any) -> Any:
-        """These values, in a window from element ``first`` on."""
+        """Return these values in a window from element ``first`` on."""
         part = Part(window.miraccl_view.slice(first, len(values)), np.dtype("float32"))
         part.array[:] = values
         return part
@@ -105,7 +105,9 @@ class OneSided(Rank):
 
 
 def two_shot_put() -> None:
-    """Sums, averages and gathers where peers read and write, in windows at any place, in place, called again."""
+    """Sums, averages and gathers by peers' reads and writes, at any window position, in place,
+    repeated.
+    """
     with session() as world:
         me = OneSided(world, "two_shot_put")
         comm, n = me.comm, me.nranks
@@ -149,7 +151,7 @@ def two_shot_put() -> None:
 
 
 def many_places() -> None:
-    """A launch belongs to the places that peers address, whatever else a call is given, and not all places are kept."""
+    """Launches belong to window positions, and a bounded number is cached."""
     vars(one_sided)["MOST_PLACES"] = 2
     with session() as world:
         me = OneSided(world, "two_shot_put")
@@ -194,7 +196,7 @@ def user_schedules() -> None:
 
 
 def puts_into_scratch() -> None:
-    """On any memory: scratch memory is the communicator's own."""
+    """Puts into scratch memory work on any array."""
     with session() as world:
         me = OneSided(world, "puts_into_scratch")
         n = me.nranks
@@ -210,7 +212,7 @@ def puts_into_scratch() -> None:
 
 
 def other_places() -> str:
-    """Rank 1 passes another place of the window than the others."""
+    """Rank 1 passes another window position than the others."""
     with session() as world:
         me = OneSided(world, "two_shot_put")
         window = me.window(100)
@@ -220,7 +222,7 @@ def other_places() -> str:
 
 
 def late_signal() -> str:
-    """Rank 1 does not come; the others tell what they waited for."""
+    """Rank 1 does not arrive; the others report the signal they wait for."""
     with session() as world:
         me = OneSided(world, "two_shot_put", 1.0 if world.rank != 1 else 60.0)
         window = me.window(100)

@@ -1,4 +1,8 @@
-"""``tools.perf.card`` on a real GPU: ``python -m tests.gpu.perf_buffers`` says ``fine`` or fails. A process of its own, as CUDA wants it."""
+"""``tools.perf.gpu_buffers`` on a real GPU: ``python -m tests.gpu.perf_buffers`` prints ``fine`` or
+fails.
+
+A process of its own, because of its CUDA context.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ NBYTES = 64 << 20
 
 
 def patterns(buffers: GpuBuffers, arena: Arena) -> None:
-    """What the GPU writes is what the CPU reads, and the GPU finds exactly the elements that the CPU made wrong."""
+    """GPU and CPU agree on patterns, and the GPU finds exactly the elements that the CPU changed."""
     for dtype, itemsize in ITEMSIZES.items():
         arena.reset()
         case = build_case("all_gather", 6 << 20, nranks=3, dtype=dtype)
@@ -39,7 +43,7 @@ def patterns(buffers: GpuBuffers, arena: Arena) -> None:
 
 
 def graphs(buffers: GpuBuffers, arena: Arena) -> None:
-    """A captured stream runs when it is replayed, again and again; a capture that fails leaves the stream usable."""
+    """A captured stream runs at each replay; a failed capture leaves the stream usable."""
     arena.reset()
     array, host = arena.allocate(16, "uint8"), np.empty(16, np.uint8)
     buffers.set_bytes(array.address, 16, 1)
@@ -60,7 +64,9 @@ def graphs(buffers: GpuBuffers, arena: Arena) -> None:
 
 
 def clock(buffers: GpuBuffers) -> None:
-    """A pause takes its time on the GPU: 400 000 cycles are 0.1 to 2 ms at 0.2 to 4 GHz, and ten of them take longer."""
+    """A pause takes time on the GPU: 400 000 cycles are 0.1 to 2 ms at 0.2 to 4 GHz; ten take
+    longer.
+    """
     buffers.pause()
     one, ten = buffers.time_us(buffers.pause), buffers.time_us(lambda: buffers.pause(10))
     assert 50 < one < 5000

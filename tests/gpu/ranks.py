@@ -1,4 +1,4 @@
-"""Starts the ranks of a GPU test and collects what they say. One process per rank; ranks share a GPU where there are too few."""
+"""Launcher of the ranks of a GPU test: one process per rank; ranks share GPUs if there are too few."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run_cases(
     timeout: float = 300.0,
     module: str = "tests.gpu.worker",
 ) -> list[list[str]]:
-    """``answers[case][rank]``: what was wrong, or an empty string."""
+    """Return ``answers[case][rank]``: the differences, or an empty string."""
     port = free_port()
     workers = [
         subprocess.Popen(

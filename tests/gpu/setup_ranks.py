@@ -1,4 +1,4 @@
-"""Ranks of the tests of how the GPU side of a communicator is made, on a driver that is pretended."""
+"""Ranks of the tests of the GPU setup of a communicator, on a fake driver."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LIMIT_S, CALL_S = 30.0, 25.0
 
 
 class Rank:
-    """``apart``: every rank is a host of its own."""
+    """Rank with its communicator; ``apart``: every rank is a host of its own."""
 
     def __init__(self, world: Session, apart: bool, timeout: float) -> None:
         if apart:
@@ -46,7 +46,7 @@ class Rank:
         self.comm.explain("all_reduce", 4096, device=f"cuda:{self.rank}")
 
     def warm_up(self) -> None:
-        """What is imported and compiled once in a process is."""
+        """Import and compile everything that a process does once."""
         part = self.comm.split(0)
         assert part is not None
         part.explain("all_reduce", 4096, device=f"cuda:{self.rank}")
@@ -56,7 +56,7 @@ class Rank:
         self.comm.empty(10, device=f"cuda:{self.rank}")
 
     def told(self, call: Callable[[], Any]) -> dict[str, Any]:
-        """What ``call`` raises, with the seconds that it took."""
+        """Return the error of ``call`` and its duration in seconds."""
         start = time.monotonic()
         try:
             call()
@@ -79,7 +79,9 @@ def rank(apart: bool, timeout: float) -> Iterator[Rank]:
 
 
 def _at_stages(prefixes: tuple[str, ...], act: Callable[[Deadline], Deadline | None]) -> None:
-    """Before this rank takes part in stages whose names begin so, it does ``act``, which may make another deadline of theirs."""
+    """Run ``act`` before this rank enters phases with this name prefix; it may replace their
+    deadline.
+    """
     gather = Session.all_gather
 
     def later(session: Session, data: bytes, tag: str, timeout: Any = None) -> list[bytes]:
@@ -92,7 +94,7 @@ def _at_stages(prefixes: tuple[str, ...], act: Callable[[Deadline], Deadline | N
 
 
 class Clock:
-    """The deadline passes while rank 0 waits for rank 1, which stops then until rank 0 has been told so."""
+    """Deadline that passes while rank 0 waits for rank 1, which stops until rank 0 has the error."""
 
     def __init__(self, me: Rank) -> None:
         link.GRACE_SECONDS = LIMIT_S  # for the hub, which tells who is late
@@ -100,7 +102,7 @@ class Clock:
         self._gather(b"", "ready", LIMIT_S)
 
     def pass_at(self, deadline: Deadline) -> Deadline:
-        """The deadline as rank 0 has it, from the first call on; the first one of rank 1 returns late."""
+        """Return rank 0's deadline from the first call on; rank 1's first one returns late."""
         if not self._over:
             self._over = True
             self._gather(b"", "both are here", LIMIT_S)
@@ -117,7 +119,9 @@ class Clock:
 
 
 def in_stages(apart: bool, what: str) -> dict[str, Any]:
-    """The deadline passes in the third stage; also how many deadlines the stages had, and whether that is the one of the call."""
+    """The deadline passes in the third phase; return the number of deadlines, and if it is the
+    call's.
+    """
     with rank(apart, LIMIT_S) as me:
         me.warm_up()
         if what == "window":
@@ -150,7 +154,7 @@ def in_stages(apart: bool, what: str) -> dict[str, Any]:
 
 
 def absent(apart: bool, stage: str) -> dict[str, Any]:
-    """Rank 1 does not come to a stage, or with its descriptors to the others' doors, before these have been told so; then it does."""
+    """Rank 1 enters a phase, or sends its descriptors, only after the others have reported it."""
     with rank(apart, LIMIT_S) as me:
         me.warm_up()
         me.world.timeout = CALL_S
@@ -177,7 +181,7 @@ def absent(apart: bool, stage: str) -> dict[str, Any]:
 
 
 def fails_alone(apart: bool, call: str) -> list[dict[str, Any]]:
-    """The driver refuses something on rank 1; then operations on CPU memory go on, and so do those on GPU memory once it has it."""
+    """A driver call fails on rank 1; CPU operations continue, and GPU ones once the call succeeds."""
     with rank(apart, 600.0) as me:
         if me.rank == 1:
             me.cuda.refuse.add(call)
@@ -192,8 +196,9 @@ def fails_alone(apart: bool, call: str) -> list[dict[str, Any]]:
 
 
 def two_threads(fails: bool) -> tuple[int, list[dict[str, Any]]]:
-    """The second one comes while the first one makes the GPU side, which rank 1's driver may refuse it. How often it was begun, and what
-    both threads were told."""
+    """A second thread joins a GPU setup, which rank 1's driver may fail; return setups and both
+    errors.
+    """
     with rank(False, 600.0) as me:
         me.warm_up()
         inside, begin, begun = threading.Event(), DeviceCommunicator.__init__, list[int]()
@@ -226,7 +231,7 @@ def two_threads(fails: bool) -> tuple[int, list[dict[str, Any]]]:
 
 
 def no_memory() -> list[dict[str, Any]]:
-    """Rank 1, without peer access among ranks that have it, has no memory for the GPU side."""
+    """Rank 1, without the peer access of the others, cannot allocate memory for the GPU setup."""
     os.environ["MIRACCL_P2P_DISABLE"] = str(int(os.environ["MIRACCL_RANK"] == "1"))
     with rank(False, 600.0) as me:
         if me.rank == 1:
@@ -237,7 +242,9 @@ def no_memory() -> list[dict[str, Any]]:
 
 
 def no_window(access: bool) -> list[dict[str, Any]]:
-    """Rank 1 has no memory for a window, and then it has; with or without peer ``access``, which the others have."""
+    """Rank 1 cannot allocate a window, then it can; with or without the peer ``access`` of the
+    others.
+    """
     os.environ["MIRACCL_P2P_DISABLE"] = str(int(os.environ["MIRACCL_RANK"] == "1" and not access))
     with rank(False, 600.0) as me:
         me.set_up()
@@ -249,7 +256,7 @@ def no_window(access: bool) -> list[dict[str, Any]]:
 
 
 def dies_at_the_door() -> dict[str, Any]:
-    """Rank 1 dies when it is to pass its descriptors."""
+    """Rank 1 dies when it should send its descriptors."""
     with session() as world:
         me = Rank(world, False, 600.0)
         if me.rank == 1:
@@ -259,7 +266,7 @@ def dies_at_the_door() -> dict[str, Any]:
 
 
 def aborted(stage: str) -> dict[str, Any]:
-    """Rank 0 aborts from another thread while rank 1 waits for it in a stage among hosts."""
+    """Rank 0 aborts from another thread while rank 1 waits for it in an inter-node phase."""
     with rank(True, 600.0) as me:
         if me.rank == 0:
 
@@ -273,7 +280,7 @@ def aborted(stage: str) -> dict[str, Any]:
 
 
 def aborts_late(stage: str) -> dict[str, Any]:
-    """As ``aborted``, but the thread of rank 0 is late: rank 1 has heard of the abort and left before rank 0 knows of it itself."""
+    """As ``aborted``, but rank 1 receives the abort and leaves before rank 0's thread notices it."""
     with rank(True, 600.0) as me:
         left, faults, vars_of = threading.Event(), me.comm._core.faults, cast(Any, SetupPhases)
         settle, end = faults.set_fault, SetupPhases.cancel
@@ -294,7 +301,7 @@ def aborts_late(stage: str) -> dict[str, Any]:
 
 
 def cut_before_the_welcome(which: str) -> dict[str, Any]:
-    """Rank 1 has proved itself on a stream of lanes and heard the proof of rank 0, to which its welcome does not come any more."""
+    """Rank 1 is authenticated on a connection and loses rank 0's welcome message."""
     with rank(True, 600.0) as me:
         begin, read, now = PeerStreams.__init__, ConnectRound._read, [""]
 

@@ -1,4 +1,6 @@
-"""All cases of the GPU tests, or some (``--match``, ``--elements``), without pytest: ``python -m tests.gpu.smoke [ranks]``."""
+"""All or some (``--match``, ``--elements``) GPU cases without pytest: ``python -m tests.gpu.smoke
+[ranks]``.
+"""
 
 from __future__ import annotations
 

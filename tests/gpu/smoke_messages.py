@@ -1,4 +1,6 @@
-"""The cases of messages without pytest, and their speed: ``python -m tests.gpu.smoke_messages [ranks] [case ...]``."""
+"""Message cases without pytest, and their speed: ``python -m tests.gpu.smoke_messages [ranks] [case
+...]``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, where they make something together."""
+"""Rendezvous of ranks that are threads of one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TIMEOUT_S = 30.0
 
 
 class ThreadRendezvous:
-    """Where they meet."""
+    """Barrier and exchange of the ranks."""
 
     def __init__(self, nranks: int) -> None:
         self.barrier, self.blobs = threading.Barrier(nranks), [b""] * nranks
@@ -20,13 +20,13 @@ class ThreadRendezvous:
         return ThreadSetupPhases(self, rank, Deadline.after(TIMEOUT_S))
 
     def abort(self) -> None:
-        """A rank does not come any more."""
+        """Break the barrier: a rank will not arrive."""
         self.barrier.abort()
 
 
 @dataclass(frozen=True)
 class ThreadSetupPhases:
-    """``transport.cuda_p2p.Stages`` of one rank."""
+    """Setup phases (``transport.cuda_p2p``) of one rank."""
 
     rendezvous: ThreadRendezvous
     rank: int
@@ -39,4 +39,4 @@ class ThreadSetupPhases:
         return list(self.rendezvous.blobs)
 
     def check(self) -> None:
-        """Nothing ends them."""
+        """Do nothing: these phases are never ended."""

@@ -1,6 +1,6 @@
-"""A rank of ``test_transports``: cases of ``worker`` over a given way between the ranks, and operations over several hosts.
+"""One rank of ``test_transports``: cases of ``worker`` over given connections, and several hosts.
 
-The first case says what the communicator must be: {"kinds": [...]} of the ways to other ranks, or {"hosts": "AABB"}.
+The first case sets up the communicator: {"kinds": [...]} of connections, or {"hosts": "AABB"}.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TIMEOUT = float(os.environ.get("TEST_TIMEOUT", "60"))
 
 
 class OneHost(worker.Rank):
-    """Cases of ``worker``, and questions about the ways."""
+    """Cases of ``worker``, and queries about the connections."""
 
     def run(self, case: dict[str, Any]) -> str:
         if "kinds" in case:
@@ -57,7 +57,7 @@ class OneHost(worker.Rank):
         return super().run(case)
 
     def window(self, nbytes: int) -> str:
-        """A further allocation is seen by all; two, so that the second has other addresses."""
+        """Further allocations are visible to all ranks; two, so the second has other addresses."""
         memory, torch = self.comm.symmetric, self.torch
         first, second = (memory.window(nbytes, SetupPhases(self.session)) for _ in range(2))
         if not second.addressable:
@@ -86,7 +86,7 @@ class OneHost(worker.Rank):
 
 
 class Threads:
-    """Two ranks as threads of one process: symmetric memory by plain pointers. Rank 0 of the job does all of it."""
+    """Two ranks as threads of one process, with symmetric memory by plain pointers, all in rank 0."""
 
     def __init__(self) -> None:
         import torch
@@ -145,7 +145,7 @@ def open_cpu(session: Session, stages: SetupPhases) -> Communicator:
 
 
 class ManyHosts:
-    """Operations of ``HostsCommunicator``. Sums are of small whole numbers: exact in every order."""
+    """Operations of the multinode communicator, on small integers with exact sums."""
 
     def __init__(self) -> None:
         import torch
@@ -243,7 +243,7 @@ class ManyHosts:
         }[collective]
 
     def transfers(self, count: int) -> str:
-        """Around the ring and back, uneven collectives, operators that only the CPU has."""
+        """Messages around the ring and back, uneven collectives, operators that only the CPU has."""
         comm, torch = self.comm, self.torch
         n, r = comm.nranks, comm.rank
         x = torch.arange(count, device="cuda", dtype=torch.float32) + r
@@ -292,7 +292,7 @@ class ManyHosts:
         return "" if right else "wrong result"
 
     def fail(self, how: str) -> str:
-        """What ends a stream that waits for others; the GPU stays usable."""
+        """Return the error that ends a waiting stream; the GPU stays usable."""
         comm, torch = self.comm, self.torch
         kinds: dict[str, type[MiracclError]] = {
             "timeout": CollectiveTimeout,

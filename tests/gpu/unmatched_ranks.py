@@ -1,4 +1,6 @@
-"""Ranks of tests of messages of collectives that nobody takes, and of right programs that look like it: on one host and on several."""
+"""Ranks of the tests of unmatched messages, and of correct programs that resemble them, on one host
+and several.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,10 @@ from tests.gpu.fake_ranks import session
 
 
 class Rank:
-    """A communicator, and the calls of the tests. ``hosts``: a letter for each rank, or nothing for one host; ``kernels`` are emulated
-    where ranks share one."""
+    """Communicator and calls of the tests.
+
+    ``hosts``: a letter per rank, empty for one host; kernels are emulated where ranks share a host.
+    """
 
     def __init__(self, world: Session, hosts: str, timeout: float = 60.0) -> None:
         if hosts:
@@ -75,7 +79,7 @@ class Rank:
             self.exchange(list(range(self.nranks)), [self.rank] * self.nranks)
 
     def captured(self, call: Callable[[int], None]) -> Any:
-        """A graph of ``call(stream)``."""
+        """Return a graph of ``call(stream)``."""
         self.comm.synchronize()
         stream = self.cuda.make_stream()
         self.cuda.begin_capture(stream)
@@ -84,7 +88,7 @@ class Rank:
         return lambda: self.cuda.streams[stream].replay(graph)
 
     def wrong(self, case: str) -> None:
-        """What leaves a message, or more, that nobody takes. Nobody waits."""
+        """Leave one or more messages unmatched, without blocking any rank."""
         first, last, n = self.rank == 0, self.rank == self.nranks - 1, self.nranks
         if case == "counts":
             self.exchange([0] * (n - 1) + [5 * first], [0] * n)
@@ -108,7 +112,7 @@ class Rank:
             self.scatter(0)
 
     def stay(self) -> None:
-        """Until all have come here, whose GPUs have ended their work."""
+        """Wait for all ranks, whose GPUs have finished."""
         self.cuda.cuCtxSynchronize()
         self.world.barrier("stay")
 
@@ -120,7 +124,7 @@ def rank(hosts: str, timeout: float = 60.0) -> Iterator[Rank]:
 
 
 def told(call: Callable[[], Any]) -> str:
-    """What ``call`` raises, in words."""
+    """Return the error of ``call`` as text."""
     try:
         call()
     except MiracclError as error:
@@ -129,7 +133,7 @@ def told(call: Callable[[], Any]) -> str:
 
 
 def at_the_end(hosts: str, case: str, before: int) -> tuple[str, str]:
-    """What ``finalize`` tells, and what it does once more."""
+    """Return the errors of ``finalize`` and of a second ``finalize``."""
     with rank(hosts) as me:
         me.right(before)
         me.comm.synchronize()
@@ -139,7 +143,7 @@ def at_the_end(hosts: str, case: str, before: int) -> tuple[str, str]:
 
 
 def when_it_is_there(hosts: str, case: str) -> tuple[str, str]:
-    """What ``synchronize`` tells, of those that have come by then, and ``finalize`` after it."""
+    """Return the errors of ``synchronize``, for messages that have arrived, and of ``finalize``."""
     with rank(hosts) as me:
         me.right(2)
         me.world.barrier("before they differ")
@@ -154,7 +158,7 @@ def when_it_is_there(hosts: str, case: str) -> tuple[str, str]:
 
 
 def right_programs(hosts: str) -> None:
-    """Nothing is told of messages that are there early, of graphs and streams, of sends whose receives come late or never."""
+    """Early messages, graphs, streams and late or missing receives of plain sends raise nothing."""
     with rank(hosts) as me:
         comm, n, first, last = me.comm, me.nranks, me.rank == 0, me.rank == me.nranks - 1
         streams = [me.cuda.make_stream() for _ in range(2)]
@@ -190,7 +194,7 @@ def right_programs(hosts: str) -> None:
 
 
 def found_by_a_lane(how: str) -> tuple[str, str]:
-    """What ``finalize`` tells of an operation over hosts that has failed while no call was there to tell; what a call told."""
+    """``finalize`` reports a multinode operation that failed without a later call."""
     with rank("AB", timeout=2.0 if how == "deadline" else 60.0) as me:
         x, said = me.put(np.ones(1000)), ""
         me.world.barrier("before")

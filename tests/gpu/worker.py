@@ -1,7 +1,8 @@
-"""One rank of the GPU tests: runs cases given as JSON and says for each what was wrong, or nothing.
+"""One rank of the GPU tests: runs cases given as JSON and reports differences.
 
-Every rank makes the inputs of all ranks from a seed, computes what the collective is defined to give (``schedule.interpret.expected``)
-on the CPU, and compares its own result bit by bit.  Run by ``tests.gpu.ranks``.
+Every rank generates all inputs from a seed, computes the definition
+(``schedule.interpret.expected``) on the CPU and compares its own result bit by bit. Run by
+``tests.gpu.ranks``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def make_input(rank: int, count: int, dtype: DType, seed: int) -> Any:
-    """Random elements of one rank, some of them NaN, infinite or minus zero where the type has these."""
+    """Return random elements of a rank, some NaN, infinite or minus zero if the type has these."""
     kind = NUMPY_DTYPE[dtype]
     rng = np.random.default_rng((seed, rank))
     if not dtype.is_float:
@@ -48,7 +49,7 @@ def make_input(rank: int, count: int, dtype: DType, seed: int) -> Any:
 
 
 def to_gpu(torch: Any, array: Any, dtype: DType, offset: int) -> Any:
-    """A tensor with the bits of ``array``, ``offset`` elements into its allocation."""
+    """Return a tensor with the bits of ``array``, ``offset`` elements into its allocation."""
     signed = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}[dtype.itemsize]
     whole = torch.full(
         (array.size + offset,), 7, dtype=getattr(torch, np.dtype(signed).name), device="cuda"
@@ -67,7 +68,7 @@ def to_cpu(torch: Any, tensor: Any, dtype: DType) -> Any:
 
 
 class Rank:
-    """A communicator with its case runner."""
+    """Communicator with its case runner."""
 
     def __init__(self) -> None:
         import torch
@@ -149,7 +150,9 @@ class Rank:
         return compare(got, want, dtype, scale)
 
     def fail(self, how: str) -> str:
-        """Rank 0 calls alone: what its wait ends with. The communicator is broken afterwards."""
+        """Rank 0 calls alone; return the error of its wait. The communicator is unusable
+        afterwards.
+        """
         from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted
 
         if how == "mismatch":
@@ -184,11 +187,11 @@ class Rank:
         return answer
 
     def is_usable(self) -> bool:
-        """Whether the GPU still computes."""
+        """Return True if the GPU still computes."""
         return float((self.torch.ones(10, device="cuda") * 2).sum()) == 20
 
     def outlive(self, working: bool) -> str:
-        """Rank 1 is killed before an operation, or while its GPU and that of rank 0 are at work; rank 0 is told, and its GPU is usable."""
+        """Rank 1 is killed before or during an operation; rank 0 gets the error and a usable GPU."""
         from miraccl.errors import PeerDied
 
         x, begin = self.torch.ones(4 << 20, device="cuda"), time.monotonic()
@@ -210,7 +213,7 @@ class Rank:
         return "nobody was missed"
 
     def stop_before_copies(self, captured: bool) -> str:
-        """All ranks meet for copies through staging memory (MIRACCL_SMS=0), and rank 1's program stands before its own."""
+        """All ranks pass the barrier of staged copies (MIRACCL_SMS=0); rank 1 stops before its own."""
         from miraccl.errors import CollectiveTimeout
         from miraccl.executor.cuda.staged_copies import StagedLaunch
 
@@ -259,7 +262,7 @@ class Rank:
         return answer
 
     def through_communicator(self) -> str:
-        """The public way: ``Communicator`` hands tensors to the GPU side, arrays to the CPU side."""
+        """``Communicator`` dispatches tensors to the GPU side and arrays to the CPU side."""
         from miraccl.api.communicator import Communicator
 
         torch, session = self.torch, self.session.subgroup(range(self.session.nranks), "public")
@@ -285,7 +288,7 @@ class Rank:
         return "" if right else "wrong result"
 
     def streams(self) -> str:
-        """Calls in two streams in turn are ordered, one waiting for the other, without a word from the caller."""
+        """Calls alternating between two streams are ordered without the caller's help."""
         torch, comm = self.torch, self.comm
         a, b = torch.cuda.Stream(), torch.cuda.Stream()
         x = torch.ones(3 << 20, device="cuda")
@@ -304,7 +307,9 @@ class Rank:
         return "" if bool((x == 1).all()) else f"{x[:4]} instead of ones"
 
     def communicators(self) -> str:
-        """Two communicators whose kernels each fill the GPU, begun on every GPU in another order if nothing prevents it."""
+        """Two communicators whose kernels use the whole GPU, started in different orders unless
+        prevented.
+        """
         torch, first = self.torch, self.comm
         second = DeviceCommunicator(
             self.session.subgroup(range(first.nranks), "second"),
@@ -325,7 +330,9 @@ class Rank:
         return "" if bool((x == 1).all()) and bool((y == 2).all()) else "wrong averages"
 
     def windows(self) -> str:
-        """Copy engines write into windows, in streams and in graphs; other operations take windows as any memory."""
+        """Copy engines write to windows, in streams and graphs; other operations use windows as
+        memory.
+        """
         torch, comm = self.torch, self.comm
         count = (48 << 20) // 4 // max(1, comm.nranks - 1) + 5
         whole = comm.empty(count * comm.nranks, torch.float32)
@@ -368,7 +375,9 @@ class Rank:
         return "" if bool((whole == want * comm.nranks).all()) else "all_reduce is wrong"
 
     def one_sided(self) -> str:
-        """Peers read and write windows, in streams and in graphs, large and small; scratch memory of schedules that have some."""
+        """Peers read and write windows, in streams and graphs, large and small, with scratch
+        memory.
+        """
         torch, comm = self.torch, self.comm
         for count in (5, 100_003, 3_000_000):
             x, y = comm.empty(count, torch.float32), comm.empty(count, torch.float32)
@@ -426,7 +435,7 @@ class Rank:
         return self.many_steps()
 
     def many_steps(self) -> str:
-        """A schedule on 16 channels with more steps than arguments of 4 KiB have room for."""
+        """A schedule on 16 channels with more steps than 4 KiB of arguments hold."""
         torch, comm = self.torch, self.comm
         ring = catalog.build("ring", Collective.ALL_REDUCE, comm.nranks)
         schedule = replace(passes.pipeline(passes.split_channels(ring, 16), 4), name="many_steps")
@@ -485,7 +494,9 @@ class Rank:
 
 
 def compare(got: Any, want: Any, dtype: DType, scale: Any) -> str:
-    """What differs: bits (NaNs are alike), or with ``scale`` (sums of magnitudes) more than the rounding of a sum at every hop."""
+    """Return the differences: bits (NaNs are equal), or with ``scale`` more than rounding at every
+    hop.
+    """
     if got.size != want.size:
         return f"{got.size} elements instead of {want.size}"
     bits = _BITS[dtype.itemsize]

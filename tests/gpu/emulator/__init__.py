@@ -1,8 +1,8 @@
-"""Runs the CUDA kernels of ``executor.cuda`` on the CPU, all ranks in one process: their logic is tested without a GPU.
+"""Emulator of the kernels of ``executor.cuda`` on the CPU, all ranks in one process.
 
-``Machine`` owns the symmetric memory of all ranks; ``Machine.launch`` compiles the text of a kernel with the C++ compiler of the machine
-(``machine.h`` and ``machine.cpp`` stand for ``machine.cuh``) and runs one launch on every rank.  Compiled kernels are kept in a folder of
-the test session.
+``Machine`` owns the symmetric memory of all ranks. ``Machine.launch`` compiles a kernel's source
+with a C++ compiler (``machine.h`` and ``machine.cpp`` replace ``machine.cuh``) and runs one launch
+on every rank. Compiled kernels are cached in a folder of the test session.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ QUICK = ("-fno-exceptions", "-fno-asynchronous-unwind-tables")  # a quarter less
 
 
 def compiled(name: str, text: str, *more: str) -> Path:
-    """The library of a C++ text; what several ranks want at once is compiled by one of them."""
+    """Return the library of a C++ source; concurrent requests compile it once."""
     library = folder() / f"{name}.so"
     if not library.exists():
         with (folder() / f"{name}.lock").open("w") as lock:
@@ -91,7 +91,7 @@ def _texts() -> dict[str, str]:
 
 
 def machine_library() -> Path:
-    """What all kernels share."""
+    """Return the library that all kernels share."""
     texts = _texts()
     return compiled(
         f"machine-{hashlib.sha256(''.join(texts.values()).encode()).hexdigest()[:16]}",
@@ -100,12 +100,12 @@ def machine_library() -> Path:
 
 
 def shared(kind: type[Word], name: str) -> Word:
-    """A variable of that library."""
+    """Return a variable of the shared library."""
     return kind.in_dll(ctypes.CDLL(str(machine_library())), name)
 
 
 class Clock:
-    """The clock of all emulated GPUs of this process."""
+    """Clock of all emulated GPUs of this process."""
 
     def __init__(self) -> None:
         self._ahead, self._reads = (
@@ -115,7 +115,7 @@ class Clock:
         self._held = shared(ctypes.c_uint32, "clock_paused")
 
     def looks(self) -> int:
-        """How often kernels have looked at it."""
+        """Return the number of clock reads by kernels."""
         return self._reads.value
 
     def jump(self, seconds: float) -> None:
@@ -123,7 +123,7 @@ class Clock:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Inside the block kernels that look at it get no further."""
+        """Block kernels that read the clock inside the block."""
         self._held.value = 1
         try:
             yield
@@ -133,7 +133,10 @@ class Clock:
 
 @contextlib.contextmanager
 def weak_memory(seed: int) -> Iterator[None]:
-    """Inside the block stores of emulated GPUs land late and in any order, as ``seed`` (not 0) has it, where nothing orders them."""
+    """Inside the block, unordered stores of emulated GPUs land late and in random order.
+
+    ``seed``: not 0.
+    """
     word = shared(ctypes.c_uint32, "weak_memory")
     word.value = seed
     try:
@@ -143,7 +146,7 @@ def weak_memory(seed: int) -> Iterator[None]:
 
 
 def change_kernels(monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, str]) -> None:
-    """Kernels have other words instead of some that must be there, from now to the end of the test."""
+    """Replace fragments of kernel source, which must exist, until the end of the test."""
     write = write_source
 
     def changed(spec: KernelSpec, arch: int, machine: str = "") -> str:
@@ -157,7 +160,7 @@ def change_kernels(monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, str]) 
 
 
 def compile_kernel(spec: KernelSpec) -> Any:
-    """The function ``emulate`` of a kernel."""
+    """Return the function ``emulate`` of a kernel."""
     text = write_source(spec, 90, machine='#include "machine.h"\n')
     key = hashlib.sha256("".join((text, *_texts().values())).encode()).hexdigest()[:16]
     if key not in _loaded:
@@ -170,7 +173,7 @@ def compile_kernel(spec: KernelSpec) -> Any:
 
 
 class Machine:
-    """``nranks`` GPUs: symmetric memory as after the start of a communicator, and words in host memory."""
+    """``nranks`` GPUs: symmetric memory as after the start of a communicator, and host words."""
 
     def __init__(self, nranks: int, timeout_s: float = 20.0) -> None:
         self.nranks = nranks
@@ -196,13 +199,13 @@ class Machine:
     def launch(
         self, spec: KernelSpec, args: Sequence[bytes | bytearray], blocks: int | Sequence[int]
     ) -> None:
-        """One launch on every rank; returns when all have ended. ``blocks`` per rank."""
+        """Run one launch on every rank and wait for all. ``blocks``: of all ranks, or by rank."""
         launch(spec, args, [blocks] * self.nranks if isinstance(blocks, int) else blocks)
 
     def launch_in_a_row(
         self, launches: Sequence[tuple[KernelSpec, Sequence[bytes | bytearray], int]]
     ) -> None:
-        """Several launches (kernel, arguments per rank, blocks): a rank begins the next one when its own has ended, wherever others are."""
+        """Run several launches (kernel, arguments by rank, blocks); ranks proceed independently."""
         for spec, _, _ in launches:
             compile_kernel(spec)
 
@@ -214,7 +217,7 @@ class Machine:
             list(ranks.map(follow, range(self.nranks)))
 
     def launches(self, rank: int) -> int:
-        """How many a rank has counted."""
+        """Return the launch number of a rank."""
         at = layout.STATE_OFFSET + 8 * layout.STATE_LAUNCH
         return int(self.memory[rank][at : at + 8].view(np.uint64)[0])
 
@@ -222,7 +225,7 @@ class Machine:
         return [int(words[layout.HOST_ERROR]) for words in self.host]
 
     def packets_are_cleared(self) -> bool:
-        """Whether the banks of all ranks are full of ones again."""
+        """Return True if the packet buffers of all ranks are full of ones."""
         lo, hi = layout.PACKETS_OFFSET, layout.PACKETS_OFFSET + 2 * layout.HALF_BYTES
         return all(
             bool((memory[lo:hi].view(np.uint64) == np.uint64(2**64 - 1)).all())
@@ -231,7 +234,7 @@ class Machine:
 
 
 def launch(spec: KernelSpec, args: Sequence[bytes | bytearray], blocks: Sequence[int]) -> None:
-    """One launch on as many ranks as there are ``args``."""
+    """Run one launch on as many ranks as there are ``args``."""
     held = [_aligned(len(block)) for block in args]
     for target, block in zip(held, args, strict=True):
         target[:] = np.frombuffer(bytes(block), np.uint8)
@@ -240,7 +243,7 @@ def launch(spec: KernelSpec, args: Sequence[bytes | bytearray], blocks: Sequence
 
 
 def _aligned(nbytes: int) -> Any:
-    """Zeroed bytes that begin on a multiple of 4096."""
+    """Return zeroed bytes aligned to 4096."""
     whole = np.zeros(nbytes + 4096, np.uint8)
     start = -whole.ctypes.data % 4096
     return whole[start : start + nbytes]

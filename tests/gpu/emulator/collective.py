@@ -1,4 +1,6 @@
-"""One collective on emulated GPUs: planned and lowered as for real ones, compared with its definition."""
+"""One collective on emulated GPUs: planned and lowered like real ones, compared with its
+definition.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def asked(
 
 
 def small(request: Request, unroll: int = 1) -> DevicePlan:
-    """The plan of a request with two blocks of 64 threads, so that there are several pieces."""
+    """Return a request's plan with two blocks of 64 threads, so that there are several tiles."""
     plan = choose(request)
     if not plan.uses_packets:
         return plan
@@ -58,7 +60,9 @@ def small(request: Request, unroll: int = 1) -> DevicePlan:
 
 
 def special(count: int, launch: int, seed: int) -> Any:
-    """Words of which most are masked to ones or to ESCAPE in a launch (``mask_word`` of source/packets.cuh)."""
+    """Return words most of which are masked to ones or ESCAPE in a launch (``mask_word`` of
+    source/packets.cuh).
+    """
     place = np.arange(count, dtype=np.uint64)
     masks = (place * 0x9E3779B1 & 0xFFFFFFFF) ^ ((launch * 0x85EBCA6B + 0x01234567) & 0xFFFFFFFF)
     wanted = (
@@ -84,10 +88,11 @@ def run(
     order: Sequence[int] = (),
     want: Any = None,
 ) -> list[str]:
-    """What was wrong, per rank; arrays begin ``offset`` elements after an aligned address. Launched ``repeat`` times.
+    """Run a collective ``repeat`` times and return each rank's differences from the definition.
 
-    ``order`` is that of the ring, where it is not that of the ranks; ``want`` is what all ranks are to have, where rounding makes another
-    result than the definition's."""
+    ``offset``: elements from an aligned address to the arrays. ``order``: order of the ring.
+    ``want``: expected result of all ranks if rounding makes it differ from the definition.
+    """
     plan = plan or choose(asked)
     spec, nranks = (
         schedules.kernel_for(plan, asked, schedules.schedule_of(plan, asked, order)),
@@ -136,7 +141,7 @@ def run(
 
 
 def launch_each(machine: Machine, requests: Sequence[Request | None]) -> None:
-    """One launch, of a request of its own on each rank; ``None``: this rank does not come."""
+    """Run one launch with a request per rank; None: the rank does not launch."""
     first = next(request for request in requests if request is not None)
     args, blocks, held = [], [], np.zeros((len(requests), 64 << 10), np.uint8)
     for rank, request in enumerate(requests):
@@ -150,7 +155,7 @@ def launch_each(machine: Machine, requests: Sequence[Request | None]) -> None:
 
 
 def run_in_a_row(machine: Machine, operations: Sequence[tuple[Request, DevicePlan]]) -> list[str]:
-    """What was wrong, per operation. Ranks go from one to the next by themselves; operations are in place, of whole numbers."""
+    """Run in-place operations on integers, ranks proceeding independently; return the differences."""
     launches, held, wants = [], [], []
     for number, (asked, plan) in enumerate(operations):
         inputs = [make_input(r, asked.count, asked.dtype, number) for r in range(machine.nranks)]
@@ -183,7 +188,7 @@ def _lowered(
     scalars: Sequence[float] | None = None,
     order: Sequence[int] = (),
 ) -> tuple[list[bytearray], int]:
-    """The arguments of a launch on every rank, and its blocks."""
+    """Return the arguments of a launch on every rank, and its blocks."""
     schedule, args = schedules.schedule_of(plan, asked, order), []
     for rank in range(machine.nranks):
         mine, comm_args = (
@@ -203,7 +208,7 @@ def _lowered(
 
 
 def _placed(array: Any, offset: int) -> Any:
-    """A copy ``offset`` elements after a multiple of 64 bytes."""
+    """Return a copy that starts ``offset`` elements after a multiple of 64 bytes."""
     size = array.dtype.itemsize
     room = np.zeros(array.size * size + 128 + offset * size, np.uint8)
     start = -room.ctypes.data % 64 + offset * size

@@ -1,4 +1,4 @@
-"""Messages on emulated GPUs: one launch per rank, every receiver's bytes compared with the sender's."""
+"""Messages on emulated GPUs: one launch per rank, received bytes compared with the sent ones."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ THREADS = 64
 
 @dataclass(frozen=True)
 class Send:
-    """One message; arrays begin ``offset`` bytes after an aligned address, the receiver expects ``expected`` bytes. ``half``: the only rank
-    that has come to it."""
+    """One message; arrays start ``offset`` bytes after an aligned address.
+
+    ``expected``: bytes that the receiver expects. ``half``: the only rank that calls it.
+    """
 
     src: int
     dst: int
@@ -37,7 +39,7 @@ class Send:
 
 
 def _placed(nbytes: int, offset: int, fill: Any) -> Any:
-    """(bytes of an array, the memory around it)."""
+    """Return (bytes of an array, the memory around it)."""
     room = np.full(nbytes + offset + 192, 0xA5, np.uint8)
     start = -room.ctypes.data % 64 + 64 + offset
     room[start : start + nbytes] = fill
@@ -45,7 +47,7 @@ def _placed(nbytes: int, offset: int, fill: Any) -> Any:
 
 
 def hold_table(lowered: LoweredMessages) -> Any:
-    """Make a launch read its table where it is, if it has one, as long as what this gives is kept."""
+    """Make a launch read its table in place, while the result is alive; None without a table."""
     if lowered.table is None:
         return None
     table = (ctypes.c_char * len(lowered.table)).from_buffer(lowered.table)
@@ -54,7 +56,7 @@ def hold_table(lowered: LoweredMessages) -> Any:
 
 
 def blocks_of(lowered: LoweredMessages) -> int:
-    """How many blocks of ``THREADS`` a launch has."""
+    """Return the blocks of ``THREADS`` threads of a launch."""
     return lowered.bulk_blocks + -(
         -(lowered.blocks - lowered.bulk_blocks) * lowered.threads // THREADS
     )
@@ -68,8 +70,10 @@ def run(
     only: Sequence[int] | None = None,
     signatures: Sequence[int] = (),
 ) -> list[str]:
-    """What was wrong, per message; ranks take their messages in the order of ``sends``. ``only``: other ranks do not come; ``signatures``:
-    by rank that of the collective that these messages are."""
+    """Run messages, each rank in the order of ``sends``, and return the differences by message.
+
+    ``only``: ranks that launch; ``signatures``: by rank, of the message collective.
+    """
     rng = np.random.default_rng(seed)
     sources = [_placed(s.nbytes, s.offset, rng.integers(0, 256, s.nbytes, np.uint8)) for s in sends]
     targets = [
