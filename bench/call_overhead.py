@@ -1,15 +1,17 @@
-"""What a call costs: an all_reduce of one rank (no communication), of two ranks, prepared operations, and their yardsticks.
+"""Cost of a call: all_reduce on one and two ranks, persistent operations, and baselines.
 
     python bench/call_overhead.py
     python bench/call_overhead.py --rounds 30 --out call-overhead
     python bench/call_overhead.py --devices cuda
 
-``one rank`` is the cost of the call itself: arguments read, plan looked up, compiled code entered.  The ranks run on their own cores
-if there are enough.  Medians over rounds; the smallest is beside it.
+``one rank`` is the cost of the call itself without communication: reading arguments, looking up the
+plan, entering compiled code. Ranks are bound to cores if there are enough. The table shows the
+median over rounds and the minimum.
 
-On GPUs (``--devices cuda``, a GPU per rank, PyTorch's tensors, and arrays of CuPy, Numba and JAX if these are there) it is the time of the
-calling thread: calls enqueue and return.  ``launch alone`` is what the driver takes of it: one of ``all_reduce``, and one of two messages.
-Of arrays that only speak a protocol a row says what each takes to answer, which is in the rows after it.
+On GPUs (``--devices cuda``, one GPU per rank, PyTorch tensors, and arrays of CuPy, Numba and JAX if
+installed) it is the time of the calling thread: calls enqueue and return. ``launch alone`` is the
+driver's part of it, for an ``all_reduce`` and for two messages. For arrays that only implement a
+protocol, a row gives the time the array takes to answer, which is included in the rows after it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from miraccl.tools.spawn import RankContext, Ranks
 
 
 def time_calls(call: Callable[[], Any], calls: int) -> float:
-    """Microseconds per call; the loop's own cost (about 0.01 us) is in it."""
+    """Return microseconds per call, including the loop's own cost (about 0.01 us)."""
     start = time.perf_counter()
     for _ in range(calls):
         call()
@@ -41,7 +43,7 @@ def time_calls(call: Callable[[], Any], calls: int) -> float:
 
 
 def subjects(comm: Any) -> dict[str, Callable[[], Any]]:
-    """What is called, by name; 8 bytes of float32 unless the name says otherwise."""
+    """Return the measured calls by name; 8 bytes of float32 unless the name says otherwise."""
     x, y = np.zeros(2, np.float32), np.zeros(2, np.float32)
     large = np.zeros(4096, np.float32)
     prepared, barrier = comm.all_reduce_init(x), comm.barrier
@@ -58,7 +60,7 @@ def subjects(comm: Any) -> dict[str, Callable[[], Any]]:
 
 
 def gpu_subjects(comm: Any) -> dict[str, Callable[[], Any]]:
-    """The same on this rank's GPU."""
+    """Return the measured calls on this rank's GPU by name."""
     import torch
 
     torch.cuda.set_device(comm.local_rank)
@@ -138,7 +140,7 @@ def gpu_subjects(comm: Any) -> dict[str, Callable[[], Any]]:
 
 
 class Described:
-    """An array that has nothing but ``__cuda_array_interface__``."""
+    """Array with ``__cuda_array_interface__`` only."""
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
@@ -150,7 +152,7 @@ class Described:
 
 
 class Packed:
-    """A tensor that has nothing but DLPack."""
+    """Tensor with DLPack only."""
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
@@ -165,7 +167,7 @@ class Packed:
 def other_arrays(
     ordinal: int, x: Any, y: Any
 ) -> dict[str, tuple[Any, Any, Callable[[], Any] | None]]:
-    """By library, of those that are there: an input, an output, and what a call asks of each of them."""
+    """Return input, output and protocol query of each installed array library."""
     found: dict[str, tuple[Any, Any, Callable[[], Any] | None]] = {}
     with contextlib.suppress(ImportError):
         import cupy

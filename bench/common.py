@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine in words, medians, and where results go."""
+"""Shared by the benchmarks: description of the machine, medians, result files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores, kernel, versions, load and the command line: what a figure is worthless without."""
+    """Return processor, cores, kernel, versions, load and command line."""
     model = next(
         (
             line.split(":", 1)[1].strip()
@@ -62,7 +62,11 @@ def add_output_option(parser: argparse.ArgumentParser) -> None:
 
 
 def save(name: str | None, record: dict[str, Any], markdown: str) -> None:
-    """Print the markdown; with a name also write ``<name>.json`` and ``<name>.md`` below bench/results (or at a path)."""
+    """Print the markdown; with a name also write ``<name>.json`` and ``<name>.md`` below
+    bench/results.
+
+    The name may be a path.
+    """
     print(markdown)
     if not name:
         return

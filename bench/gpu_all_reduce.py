@@ -1,8 +1,11 @@
-"""all_reduce on GPUs beside NCCL, in the same processes.
+"""all_reduce on GPUs compared with NCCL in the same processes.
 
-``python bench/gpu_all_reduce.py --ranks 2 [--dtype bfloat16] [--out NAME]``: per size the median of the slowest rank, in CUDA graphs up to
-16 MiB and called on a stream above (``--stream``: everywhere); the ratio NCCL / miraccl; the host's time of a call; and how many elements
-are wrong.  NCCL runs through torch.distributed, out of the box but for NVLink multicast, which is off (NCCL_NVLS_ENABLE=0).
+    python bench/gpu_all_reduce.py --ranks 2 [--dtype bfloat16] [--out NAME]
+
+Per size: the median of the slowest rank, in CUDA graphs up to 16 MiB and on a stream above
+(``--stream``: at every size); the ratio NCCL / miraccl; the host's time per call; the number of
+wrong elements. NCCL runs through torch.distributed with its defaults, except that NVLink multicast
+is off (NCCL_NVLS_ENABLE=0).
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""Whether the clock by which kernels count their deadlines jumps, also where processes take turns on a GPU.
+"""Jumps of the clock by which kernels measure deadlines, also with processes that share a GPU.
 
-``python bench/gpu_clock.py [--processes 4] [--seconds 20]`` (a GPU, CuPy): in each process all threads of a GPU read ``%globaltimer`` as
-fast as they can and note by how much it went forward and back from one reading to the next.  Where processes take turns it goes forward
-by the others' turns; back it must not go, and forward not by more than these (``check_wait`` of executor/cuda/source/common.cuh survives
-both).  The 64 bits are read by one instruction (CS2R, sm_70 to sm_100), so a reading in halves, wrong once in 4.3 s, would show as well.
+    python bench/gpu_clock.py [--processes 4] [--seconds 20]
+
+Needs a GPU and CuPy. In each process all threads of a GPU read ``%globaltimer`` continuously and
+record its steps forward and back. With time-sliced processes it steps forward by the time slices of
+the others; it must not step back, nor forward by more than these slices (``check_wait`` of
+executor/cuda/source/common.cuh tolerates both). The 64 bits are read by one instruction (CS2R,
+sm_70 to sm_100); a reading in halves, wrong once in 4.3 s, would be visible as well.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ extern "C" __global__ void read_clock(u64* forward, u64* back, u64* times_back, 
 
 
 def read_for(seconds: float, ordinal: int) -> tuple[int, int, int, int]:
-    """(launches, largest step forward, largest step back, steps back), in ns."""
+    """Return (launches, largest step forward, largest step back, steps back), in ns."""
     import cupy
     import numpy as np
 

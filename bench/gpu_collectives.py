@@ -1,8 +1,10 @@
-"""The other collectives and send/recv on GPUs beside NCCL, in the same processes.
+"""Other collectives and send/recv on GPUs compared with NCCL in the same processes.
 
-``python bench/gpu_collectives.py --ranks 2 [--ops all_gather,sendrecv] [--dtypes bfloat16,float32] [--out NAME]``: sizes are those of the
-larger of input and output; sendrecv sends to the next rank and receives from the one before (NCCL: batch_isend_irecv).  Timing as in
-``gpu_all_reduce.py``.
+    python bench/gpu_collectives.py --ranks 2 [--ops all_gather,sendrecv] [--dtypes
+    bfloat16,float32] [--out NAME]
+
+Sizes are those of the larger of input and output; sendrecv sends to the next rank and receives from
+the previous one (NCCL: batch_isend_irecv). Timing as in ``gpu_all_reduce.py``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """All tables of a machine in one call: ``python bench/gpu_final.py --ranks 4 --out NAME``.
 
-all_reduce in bfloat16 and float32 (CUDA graphs up to 16 MiB, a stream above; then small messages called one by one, where the host's time
-counts), then all_gather, reduce_scatter, all_to_all, broadcast, reduce and send/recv in both, 16 bytes to 1 GiB, every element checked,
-NCCL in turns.  What matters most comes first; everything is written as it comes, so that nothing is lost when the time is over
-(``--budget``) or a cell fails, which is reported and skipped.
+all_reduce in bfloat16 and float32 (CUDA graphs up to 16 MiB, a stream above; then small messages
+called one by one, where the host's time matters), then all_gather, reduce_scatter, all_to_all,
+broadcast, reduce and send/recv in both types, 16 bytes to 1 GiB, every element checked, alternating
+with NCCL. The most important cells run first; every result is written at once, so nothing is lost
+if the time is over (``--budget``) or a cell fails, which is reported and skipped.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ BUDGET_SECONDS = 340.0
 
 
 def all_cells(nranks: int) -> Iterator[Any]:
-    """In the order of their weight."""
+    """Return all cells in the order of importance."""
     for dtype in DTYPES:
         yield from cells("all_reduce", dtype, SIZES, nranks)
     yield from cells(

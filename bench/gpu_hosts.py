@@ -1,13 +1,17 @@
-"""GPUs of one machine as two hosts, ours beside NCCL's socket transport under the same split.
+"""GPUs of one machine as two hosts, compared with NCCL's socket transport under the same split.
 
-``python bench/gpu_hosts.py --ranks 2 [--collectives all_reduce,all_gather] [--sizes 1024,...] [--out NAME]``: ranks are split in the
-middle, 2 ranks are 2 hosts of one GPU, 4 are 2 hosts of two.  Per size the median of the slowest rank on a stream, the ratio
-NCCL / miraccl, and what a call costs its caller (host us).  Every element of our results is checked; elements differ by place and rank.
-After ``--seconds`` no further row is begun.
+    python bench/gpu_hosts.py --ranks 2 [--collectives all_reduce,all_gather] [--sizes 1024,...]
+    [--out NAME]
 
-Ours has peer access inside a host.  NCCL gets ``NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1``, so that it uses sockets inside a host, too;
-``--nccl-p2p`` leaves both to it, which is its best.  Hosts are split by ``MIRACCL_HOSTID`` and ``NCCL_HOSTID``; InfiniBand and NVLink
-multicast are off (NCCL_IB_DISABLE=1, NCCL_NVLS_ENABLE=0).
+The ranks are split in the middle: 2 ranks are 2 hosts with one GPU each, 4 are 2 hosts with two.
+Per size: the median of the slowest rank on a stream, the ratio NCCL / miraccl, and the host time of
+a call (host us). Every element of miraccl's results is checked; elements differ by position and
+rank. After ``--seconds`` no further row is started.
+
+miraccl has peer access inside a host. NCCL gets ``NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1``, so that
+it uses sockets inside a host as well; ``--nccl-p2p`` enables both, which is NCCL's best. Hosts are
+split by ``MIRACCL_HOSTID`` and ``NCCL_HOSTID``; InfiniBand and NVLink multicast are off
+(NCCL_IB_DISABLE=1, NCCL_NVLS_ENABLE=0).
 """
 
 from __future__ import annotations
@@ -151,7 +155,7 @@ def measure(
     nbytes: int,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """One row."""
+    """Measure one row."""
     dtype, n, rank = getattr(torch, options.dtype), comm.nranks, comm.rank
     count = max(n, nbytes // dtype.itemsize // n * n)
     x = given(torch, rank, count // n if collective == "all_gather" else count).to(dtype)
@@ -220,7 +224,7 @@ def operations(
 
 
 def host_us(timer: Timer, operation: Callable[[], Any], calls: int) -> float:
-    """Microseconds until a call returns, while the GPU is still busy with those before it; the slowest rank's."""
+    """Return the slowest rank's microseconds until a call returns while the GPU is still busy."""
     timer.barrier()
     start = time.perf_counter()
     for _ in range(calls):
@@ -231,12 +235,12 @@ def host_us(timer: Timer, operation: Callable[[], Any], calls: int) -> float:
 
 
 def given(torch: Any, rank: int, count: int, first: int = 0) -> Any:
-    """What a rank gives, from element ``first`` on: sums are exact in 16-bit floats, too."""
+    """Return the input of a rank from element ``first`` on; sums are exact in 16-bit floats."""
     return torch.arange(first, first + count, device="cuda") % 5 + rank
 
 
 def wrong(torch: Any, collective: str, out: Any, n: int, rank: int) -> int:
-    """Elements that are not what they must be."""
+    """Count the elements that differ from the expected ones."""
     share = out.numel() // n
     match collective:
         case "all_reduce":

@@ -1,9 +1,10 @@
-"""What one link between two GPUs carries, by who moves the data: loads, stores, bulk copies, copy engines.
+"""Bandwidth of one link between two GPUs by mover: loads, stores, bulk copies, copy engines.
 
-``python bench/gpu_links.py`` (two GPUs, CuPy) moves 256 MiB and 1 GiB from a plain array of one GPU to one of the other, through slots of
-32 MiB on one side, in GB/s, medians: one way, both ways at once, and one way while the side with the slots does what an operation on plain
-arrays does there, too: it fills them (pull) or empties them (push), with eight blocks of bulk copies.  Nobody waits for anybody, so these
-are what a protocol can reach at most.
+Run ``python bench/gpu_links.py`` (two GPUs, CuPy). It moves 256 MiB and 1 GiB from a plain array of
+one GPU to one of the other, through slots of 32 MiB on one side, in GB/s, medians: one direction,
+both directions at once, and one direction while the side with the slots also fills them (pull) or
+empties them (push) with eight blocks of bulk copies, as an operation on plain arrays does. There is
+no synchronisation, so these are upper bounds of any protocol.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ BESIDE: Shape = ("bulk", 8, 1, 32768, 6)  # moves 400 GB/s within a GPU
 
 
 class Gpu:
-    """One of the two, with plain arrays to send and to receive, slots, and a stream for each of two things at a time."""
+    """One of the two GPUs, with plain arrays to send and receive, slots, and two streams."""
 
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
@@ -91,7 +92,7 @@ class Gpu:
             self.streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
 
     def move(self, target: Any, source: Any, nbytes: int, shape: Shape, stream: int = 0) -> None:
-        """``nbytes`` from one array into the other; what is smaller is gone through again and again."""
+        """Move ``nbytes`` from one array into the other; smaller arrays are traversed repeatedly."""
         name, blocks, threads, chunk, stages = shape
         on = self.streams[stream]
         if name == "copy engine":
@@ -148,7 +149,7 @@ def rate(
     both: bool = False,
     beside: bool = False,
 ) -> float:
-    """GB/s of one direction: the median of the slower GPU."""
+    """Return GB/s of one direction: the median of the slower GPU."""
     work, meanwhile = WAYS[way]
     times = []
     for _ in range(TURNS):
@@ -176,7 +177,7 @@ def synchronize(gpus: list[Gpu]) -> None:
 
 
 def check(gpus: list[Gpu], shape: Shape) -> None:
-    """Every byte arrives."""
+    """Check that every byte arrives."""
     with cupy.cuda.Device(0):
         gpus[0].target.fill(0)
         cupy.cuda.Device(0).synchronize()

@@ -1,10 +1,12 @@
-"""Whether packets are lost that a peer stores where this GPU has stored ones before, and how long it takes to make sure.
+"""Ordering of a peer's packets after local stores to the same address, and the cost of ensuring it.
 
-``python bench/gpu_litmus.py`` (two GPUs, CuPy) sends packets back and forth between two GPUs, every thread through one place on each side:
-it takes a packet, stores ones there, makes sure of that in one of three ways, and answers, on which the peer stores the next packet in the
-same place.  If the ones landed after that packet, it would be lost, and the thread waits in vain.  Other warps keep the queue to the link
-full meanwhile.  Kernels rely on the first way ("Slots" of docs/design/kernels.md): loads until the ones are seen; a fence is PTX's, and none
-is for comparison.
+Run ``python bench/gpu_litmus.py`` (two GPUs, CuPy). Packets go back and forth between two GPUs,
+every thread through one address on each side: it consumes a packet, stores ones there, ensures that
+they have landed in one of three ways, and replies, upon which the peer stores the next packet at
+the same address. If the ones landed after that packet, the packet would be lost and the thread
+would wait forever. Other warps keep the queue to the link full. Kernels rely on the first way
+("Slots" of docs/design/kernels.md): loads until the ones are visible; the second is PTX's fence,
+the third nothing, for comparison.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ ROUNDS, NOISE_BYTES = 20_000, 64 << 20
 
 
 def prepare(ordinal: int) -> dict[str, Any]:
-    """What one GPU needs; current is ``ordinal``."""
+    """Allocate and compile for GPU ``ordinal``, which must be current."""
     cupy.cuda.runtime.deviceEnablePeerAccess(1 - ordinal)
     text = "#define ARCH 90\n" + MACHINE.read_text() + KERNEL
     return {
@@ -79,7 +81,7 @@ def prepare(ordinal: int) -> dict[str, Any]:
 def run(
     gpus: list[dict[str, Any]], way: int, blocks: int, threads: int, warps: int
 ) -> tuple[int, int, float]:
-    """(packets lost, packets that were others, microseconds of a round)."""
+    """Return (packets lost, wrong packets, microseconds per round)."""
     for ordinal, gpu in enumerate(gpus):
         with cupy.cuda.Device(ordinal) as device:
             gpu["packets"].fill(0xFFFFFFFF)

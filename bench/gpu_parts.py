@@ -1,8 +1,11 @@
-"""What two_shot takes in one piece, in pieces and in parts (source/double_buffered.cuh), with banks of whatever size.
+"""two_shot in one piece, in pieces and in parts (source/double_buffered.cuh), by buffer size.
 
-``python bench/gpu_parts.py [--bank 3.29] [--sizes 2M,4M]`` (two GPUs).  With a seventh of the usual bank two ranks have the slots, pieces
-and threads of eight, but a seventh of the traffic: what is left is what waits cost.  With the usual bank the links are what counts.  The
-median of three rounds of CUDA graphs, the slowest rank; results that change from call to call are reported.
+    python bench/gpu_parts.py [--bank 3.29] [--sizes 2M,4M]
+
+Needs two GPUs. With a seventh of the default buffer two ranks have the slots, pieces and threads of
+eight, but a seventh of the traffic; the remaining time is the cost of waiting. With the default
+buffer the links dominate. The median of three rounds of CUDA graphs, of the slowest rank; results
+that change between calls are reported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What the GPU benchmarks share: ranks as processes, timing in CUDA graphs and streams, the slowest rank's median.
+"""Shared by the GPU benchmarks: ranks as processes, timing in CUDA graphs and streams.
 
-A benchmark calls ``spawn(module, nranks, arguments)`` in the parent and ``Timer`` in the ranks.  NCCL, where it is compared, runs through
-torch.distributed in the same processes; NVLink multicast is switched off (NCCL_NVLS_ENABLE=0).
+A benchmark calls ``spawn(module, nranks, arguments)`` in the parent and uses ``Timer`` in the
+ranks. NCCL, if compared, runs through torch.distributed in the same processes; NVLink multicast is
+off (NCCL_NVLS_ENABLE=0).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def need_gpus(number: int = 1) -> Any:
-    """What is known of the GPUs (``tools.gpu_facts.CudaFacts``), or the end with what is missing where there are fewer."""
+    """Return ``tools.gpu_facts.CudaFacts``; exit with a message if there are too few GPUs."""
     sys.path.insert(0, str(ROOT / "src"))
     from miraccl.tools.gpu_facts import read_facts
 
@@ -33,7 +34,9 @@ def need_gpus(number: int = 1) -> Any:
 
 
 def need_cupy(number: int) -> Any:
-    """CuPy, by which one process drives ``number`` GPUs, or the end with what is missing."""
+    """Return CuPy for one process with ``number`` GPUs; exit with a message if something is
+    missing.
+    """
     need_gpus(number)
     try:
         import cupy
@@ -43,7 +46,9 @@ def need_cupy(number: int) -> Any:
 
 
 def spawn(script: str, nranks: int, arguments: Sequence[str], timeout: float = 560.0) -> int:
-    """Run ``script`` once per rank with the variables of torchrun; the exit status of the first that failed."""
+    """Run ``script`` once per rank with torchrun's variables; return the first failure's exit
+    status.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -85,7 +90,7 @@ def spawn(script: str, nranks: int, arguments: Sequence[str], timeout: float = 5
 
 
 def start_nccl(dist: Any, torch: Any, rank: int, nranks: int) -> None:
-    """A process group of NCCL beside our own communicator."""
+    """Create a process group of NCCL beside miraccl's communicator."""
     where = f"tcp://127.0.0.1:{os.environ['BENCH_TORCH_PORT']}"
     dist.init_process_group(
         "nccl",
@@ -99,8 +104,9 @@ def start_nccl(dist: Any, torch: Any, rank: int, nranks: int) -> None:
 class Timer:
     """Times operations on this rank's GPU.
 
-    Ranks are aligned on the GPU: a small collective, then ``ALIGN_CYCLES`` of sleep on each GPU, in which hosts enqueue what is measured;
-    so neither a late process nor the time to launch a graph is in the figures.  ``slowest`` gives the slowest rank's median.
+    Ranks are aligned on the GPU by a small collective and ``ALIGN_CYCLES`` of sleep, in which the
+    hosts enqueue the measured work. Late processes and the launch time of a graph are therefore not
+    included.
     """
 
     ALIGN_CYCLES = 400_000  # 0.2 ms at 2 GHz
@@ -115,7 +121,7 @@ class Timer:
         self.session.barrier("bench")
 
     def graph(self, operation: Callable[[], Any], iterations: int, repeats: int = 7) -> list[float]:
-        """Microseconds per operation of each replay of a graph of ``iterations`` operations."""
+        """Return microseconds per operation of each replay of a graph of ``iterations`` operations."""
         torch = self.torch
         with torch.cuda.stream(self.stream):
             for _ in range(2):
@@ -129,7 +135,7 @@ class Timer:
             return [self._once(graph.replay, iterations) for _ in range(repeats)]
 
     def plain(self, operation: Callable[[], Any], iterations: int, repeats: int = 7) -> list[float]:
-        """Microseconds per operation, called back to back on a stream."""
+        """Return microseconds per operation, called back to back on a stream."""
 
         def run() -> None:
             for _ in range(iterations):
@@ -152,7 +158,7 @@ class Timer:
         return float(begin.elapsed_time(end)) / iterations * 1e3
 
     def slowest(self, times: Sequence[float]) -> float:
-        """Median over repeats of the slowest rank."""
+        """Return the median over repeats of the slowest rank."""
         rows = self.session.all_gather(",".join(f"{t:.4f}" for t in times).encode(), "times")
         columns = zip(*([float(t) for t in row.decode().split(",")] for row in rows), strict=True)
         return statistics.median(max(column) for column in columns)

@@ -1,7 +1,11 @@
-"""Which shape of launch is fastest at which size: the measurement behind ``executor/cuda/choice.py`` and ``launch_shape.py``.
+"""Fastest launch shape by size, the measurement behind ``executor/cuda/choice.py`` and
+``launch_shape.py``.
 
-``python bench/gpu_sweep.py --ranks 2 [--out FILE]`` runs every candidate at every size, next to NCCL, and prints the best few.
-``--sms 16,24,32,64,128`` measures instead what plans lose with so many multiprocessors: the measurement behind ``comm/device/ctas.py``.
+    python bench/gpu_sweep.py --ranks 2 [--out FILE]
+
+Runs every candidate at every size, next to NCCL, and prints the best ones. ``--sms
+16,24,32,64,128`` measures instead the loss of plans limited to so many multiprocessors, the
+measurement behind ``runtime/gpu/ctas.py``.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ SIZES = [
 
 
 def plans(nbytes: int, nranks: int) -> Iterator[dict[str, Any]]:
-    """Candidates for an all_reduce of ``nbytes`` of a 16-bit float."""
+    """Return the candidates for an all_reduce of ``nbytes`` of a 16-bit float."""
     vectors = -(-nbytes // 16)
     for algo in ("one_shot",) if nranks == 2 else ("one_shot", "two_shot"):
         if (algo == "one_shot" and nranks > 2 and nbytes > MIB) or (
@@ -97,7 +101,7 @@ SHAPES = (
 
 
 def specs(nranks: int) -> list[Any]:
-    """Kernels that the sweep needs: compile them beforehand."""
+    """Return the kernels of the sweep, to compile them in advance."""
     from miraccl.executor.cuda.plan import DevicePlan, Request, kernel_spec
     from miraccl.types import Collective, DType, RedOp
 
@@ -167,7 +171,7 @@ def run(options: argparse.Namespace) -> None:
 def sweep_size(
     torch: Any, dist: Any, comm: Any, timer: Timer, size: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """All candidates at one size; rank 0 prints the fastest."""
+    """Measure all candidates at one size; rank 0 prints the fastest."""
     from miraccl.executor.cuda.plan import DevicePlan
     from miraccl.types import Collective, DType
 
@@ -210,7 +214,7 @@ def sweep_size(
 def sweep_limits(
     torch: Any, dist: Any, comm: Any, timer: Timer, size: int, numbers: Sequence[int]
 ) -> None:
-    """Microseconds of calls with so many multiprocessors, of tensors of ``size`` bytes in all; rank 0 prints them beside NCCL's."""
+    """Measure calls with limited multiprocessors on tensors of ``size`` bytes; rank 0 prints them."""
     from miraccl.runtime.gpu.ctas import CtaLimits
 
     agreed, each = comm.ctas, size // 4 // comm.nranks // 64 * 64
@@ -242,7 +246,7 @@ def sweep_limits(
 
 
 def host_cost(torch: Any, comm: Any, timer: Timer, dist: Any) -> None:
-    """Microseconds of the calling thread per call (the GPU keeps up or not: few calls, then a pause)."""
+    """Return the microseconds of the calling thread per call, in short bursts with pauses."""
     import time
 
     x = torch.zeros(8, device="cuda")

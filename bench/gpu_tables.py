@@ -1,7 +1,8 @@
-"""What the GPU tables share: cells to measure, ranks that are started again when a cell ends them, and results written line by line.
+"""Shared by the GPU tables: cells, ranks that are restarted after a failing cell, result files.
 
-The measurement is that of ``miraccl perf --devices cuda --compare nccl``; this file says which cells, in which order, and how they look in
-a document.  Every figure is written as soon as it is there: a cell that fails, or the end of the time, costs nothing that was measured.
+The measurement is that of ``miraccl perf --devices cuda --compare nccl``; this module defines
+cells, their order, and the document. Every result is written at once, so a failing cell or the end
+of the time budget loses nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ MAX_DETAILS = 3000  # characters of the traceback of a rank that failed
 def cells(
     op: str, dtype: str, sizes: Iterable[int], nranks: int, graph_up_to: int = GRAPH_UP_TO
 ) -> Iterator[Any]:
-    """One operation over sizes: CUDA graphs up to ``graph_up_to``, a stream above; out of place where that form exists."""
+    """Return one operation over sizes: CUDA graphs up to ``graph_up_to``, a stream above.
+
+    Out of place if the operation has that form.
+    """
     from miraccl.tools.perf.device_measure import Cell
     from miraccl.tools.perf.spec import build_case
 
@@ -61,7 +65,10 @@ def cells(
 
 
 class Results:
-    """Rows as they come, and the two files they go to: ``<base>.json`` and ``<base>.md``; ``base`` None keeps them."""
+    """Rows and the files they are written to, ``<base>.json`` and ``<base>.md``; none if ``base``
+    is
+    None.
+    """
 
     def __init__(self, title: str, base: Path | None) -> None:
         self.title, self.base = title, base
@@ -75,7 +82,7 @@ class Results:
         }
 
     def describe(self, info: Any, nranks: int) -> None:
-        """What the ranks found when they started."""
+        """Record the properties that the ranks found at their start."""
         self.machine |= {
             "gpus": f"{nranks} x {info.device}",
             **info.versions,
@@ -152,7 +159,7 @@ class Results:
         return "\n".join(lines)
 
     def summary(self) -> list[str]:
-        """Geometric mean and worst cell of the ratios NCCL / miraccl, per table."""
+        """Return geometric mean and worst cell of the ratios NCCL / miraccl, per table."""
         lines = [
             "| table | cells | geometric mean | least | at bytes | wrong |",
             "|---|---:|---:|---:|---:|---:|",
@@ -201,7 +208,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _table_key(row: dict[str, Any]) -> tuple[str, str, bool]:
-    """Small messages on a stream stand apart: there the host's time counts."""
+    """Return the table of a row; small messages on a stream have their own, with the host's time."""
     return row["op"], row["dtype"], not row["graph"] and row["bytes"] <= GRAPH_UP_TO
 
 
@@ -262,7 +269,10 @@ def base_of(out: str | None) -> Path | None:
 
 
 def measure(wanted: Sequence[Any], options: argparse.Namespace, results: Results) -> None:
-    """Measure cells in order until all are done or the time is over. Ranks that end are started again behind the cell that ended them."""
+    """Measure cells in order until all are done or the time is over.
+
+    Ranks that exit are restarted after the cell that ended them.
+    """
     end = time.monotonic() + options.budget
     ordinals = tuple(gpu.ordinal for gpu in need_gpus().gpus)[: options.ranks]
     with_nccl = not options.no_nccl and len(ordinals) >= options.ranks
@@ -301,14 +311,20 @@ def _job(
 
 
 class _Attempt:
-    """Ranks that were started once. ``done`` cells have an answer; ``started``: the ranks came as far as to measure."""
+    """One start of the ranks.
+
+    - ``done``: number of cells with a result or failure.
+    - ``started``: the ranks reached the first measurement.
+    """
 
     def __init__(self, job: Any, options: argparse.Namespace, results: Results, end: float) -> None:
         self.job, self.options, self.results, self.end = job, options, results, end
         self.done, self.started = 0, False
 
     def run(self) -> str:
-        """Until the cells are done, the time is over, or the ranks end: then what ended them."""
+        """Run until the cells are done, the time is over, or the ranks exit; return the failure or
+        "".
+        """
         from miraccl.errors import MiracclError
         from miraccl.tools.perf.device_ranks import run_cells
 
@@ -343,7 +359,7 @@ class _Attempt:
 
 
 def finish(results: Results) -> None:
-    """The summary; the exit status says whether anything was wrong or failed."""
+    """Print the summary; return the exit status, 1 after wrong results or failures."""
     print("\n".join(results.summary()), flush=True)
     for entry in results.failures:
         print(f"FAILED {entry['cell']}: {entry['reason']}")

@@ -1,11 +1,12 @@
-"""Why the kernels are CUDA C++ through NVRTC: the same one-shot all_reduce in Triton, beside miraccl's, in one run.
+"""The same one-shot all_reduce in Triton and in miraccl, the reason for CUDA C++ through NVRTC.
 
     python bench/gpu_triton.py --ranks 2 --out gpu-DATE-triton
 
-The kernel in Triton is LL (8 bytes hold 4 of data and a flag): every rank stores its words into its peers' slots, waits for theirs and adds
-up, with memory of PyTorch's symmetric allocator.  It is as short as Triton lets it be: a block waits as a whole, because a loop's
-condition is one value per block.  Compared: time in a CUDA graph (median of the slowest rank), time of a call from Python, time of
-the first call with an empty cache, and of the first call in a second process.  Every result is checked.
+The Triton kernel uses LL (8 bytes hold 4 of data and a flag): every rank stores its words into its
+peers' slots, waits for theirs and adds, in memory of PyTorch's symmetric allocator. It is as short
+as Triton allows: a block waits as a whole, because a loop's condition is one value per block.
+Compared: time in a CUDA graph (median of the slowest rank), time of a call from Python, time of the
+first call with an empty cache, and of the first call in a second process. Every result is checked.
 """
 
 from __future__ import annotations

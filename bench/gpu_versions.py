@@ -1,9 +1,13 @@
-"""Versions of miraccl beside each other on one GPU: microseconds of an operation in a CUDA graph.
+"""Versions of miraccl compared on one GPU: microseconds of an operation in a CUDA graph.
 
-``python bench/gpu_versions.py --source before=/tmp/before/src --source now=src --ops gather,sendrecv`` (a GPU, PyTorch).  The ranks are
-threads of one process on one GPU, each with some of its multiprocessors (``--sms``), so their kernels run at the same time, which those of
-processes do not.  There is no link between them: what is seen is what kernels cost, and what a change adds to that or takes away.  Each
-version has a process of its own, and they take turns; the figure of a round is the median of ``--replays`` of rank 0's graph.
+    python bench/gpu_versions.py --source before=/tmp/before/src --source now=src --ops
+    gather,sendrecv
+
+Needs a GPU and PyTorch. The ranks are threads of one process on one GPU, each with some of its
+multiprocessors (``--sms``), so their kernels run at the same time, unlike those of separate
+processes. There is no link between them: the figures show the cost of the kernels and its change.
+Each version has a process of its own, and they alternate; the figure of a round is the median of
+``--replays`` of rank 0's graph.
 """
 
 from __future__ import annotations
@@ -32,7 +36,11 @@ SMALL = 1 << 20  # bytes up to which a graph has many operations
 
 
 def share_modules() -> None:
-    """Older versions load a kernel once for each rank, which waits for the kernel of the other one to end, which waits for this rank."""
+    """Share loaded kernels between ranks.
+
+    Older versions load a kernel once per rank; loading waits for the peer's kernel, which waits for
+    this rank.
+    """
     try:
         from miraccl.executor.cuda.gpu import Gpu
     except ImportError:  # it was in the driver's file
@@ -148,7 +156,7 @@ class Ranks:
 
 
 def times_of(source: str, words: list[str], sms: int) -> dict[str, float]:
-    """A round of the version whose package is in the folder ``source``."""
+    """Measure one round of the version whose package is in the folder ``source``."""
     environ = {**os.environ, "PYTHONPATH": str(Path(source).resolve()), "MIRACCL_SMS": str(sms)}
     command = [sys.executable, __file__, "--worker", *words]
     done = subprocess.run(

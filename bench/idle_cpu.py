@@ -1,10 +1,11 @@
-"""What waiting costs: processor time of ranks that wait for one that is late.
+"""Cost of waiting: processor time of ranks that wait for a late one.
 
     python bench/idle_cpu.py
     python bench/idle_cpu.py --ranks 4 --seconds 2 --out idle-cpu
 
-Rank 0 stays away for some seconds while the others wait in an operation.  A library that polls burns a core per rank; one that
-sleeps costs next to nothing.  The share is processor time of the waiting rank / time waited, in percent; the largest of the ranks.
+Rank 0 is late by some seconds while the others wait in an operation. A library that polls uses a
+core per rank, one that sleeps almost nothing. The share is processor time of the waiting rank /
+time waited, in percent; the maximum over ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from miraccl.tools.spawn import RankContext, Ranks
 
 
 def waits(comm: Any) -> dict[str, Callable[[], Any]]:
-    """What the ranks wait in; rank 0 does its part late."""
+    """Return the operations in which the ranks wait; rank 0 is late."""
     small, large = np.zeros(2, np.float32), np.zeros(1 << 20, np.float32)
 
     def receive() -> None:
@@ -45,7 +46,7 @@ def waits(comm: Any) -> dict[str, Callable[[], Any]]:
 
 
 def rank_main(context: RankContext, seconds: float) -> dict[str, float]:
-    """Percent of a core, by what was waited in (0 for rank 0, which does not wait)."""
+    """Return the percentage of a core by operation (0 for rank 0, which does not wait)."""
     shares = {}
     with miraccl.init() as comm:
         for name, wait in waits(comm).items():

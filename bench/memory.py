@@ -1,11 +1,12 @@
-"""What a communicator holds: memory of each rank, before and after, and after operations.
+"""Memory of a communicator: growth of each rank at creation and after operations.
 
     python bench/memory.py
     python bench/memory.py --ranks 2,4,8,16 --out memory
 
-``private`` is memory of this rank alone, ``share`` its part of what ranks share (the kernel's PSS minus private pages), both as growth
-since before ``miraccl.init()``, with the library loaded; the largest rank counts.  Pages of the parent that a forked rank writes to move
-from share to private, about 5 MiB of the interpreter.  ``told`` is what ``comm.memory()`` says.
+``private`` is memory of this rank alone, ``share`` its part of shared memory (the kernel's PSS
+minus private pages), both as growth since before ``miraccl.init()``, with the library loaded; the
+maximum over ranks. Pages of the parent that a forked rank writes to move from share to private,
+about 5 MiB of the interpreter. ``told`` is the result of ``comm.memory()``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Sample = tuple[int, int, int]
 
 
 def read_memory() -> tuple[int, int]:
-    """(private, proportional share of shared) in KiB, from smaps_rollup (Linux 4.14)."""
+    """Return (private, proportional share of shared) in KiB, from smaps_rollup (Linux 4.14)."""
     values = {}
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
         name, _, rest = line.partition(":")
@@ -35,7 +36,7 @@ def read_memory() -> tuple[int, int]:
 
 
 def rank_main(context: RankContext, nbytes: int) -> dict[str, Sample]:
-    """Growth in KiB by stage: private, share, and what the communicator tells."""
+    """Return the growth in KiB by phase: private, share, and ``comm.memory()``."""
     x = np.ones(nbytes // 4, np.float32)
     private, share = read_memory()
 

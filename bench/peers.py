@@ -1,18 +1,22 @@
-"""miraccl beside its peers, cell by cell: every operation, size, number of ranks, in and out of place.
+"""miraccl compared with its peers: every operation, size, number of ranks, in and out of place.
 
-All libraries are alive at the same time and take turns, batch by batch (``miraccl.tools.perf.orchestrator``): while one works, the ranks
-of the others block in a system call, so what else the machine does hits all of them.  A round starts fresh processes; a cell is the
-median over rounds of the median over batches of the slowest rank's mean.  Every library's results are checked element by element.
+All libraries are alive at the same time and alternate batch by batch
+(``miraccl.tools.perf.orchestrator``): while one works, the ranks of the others block in a system
+call, so other activity of the machine affects all of them. A round starts fresh processes; a cell
+is the median over rounds of the median over batches of the slowest rank's mean. Every library's
+results are checked element by element.
 
     python bench/peers.py --peers-dir ~/peers --ranks 2,4 --rounds 5 --out peers-2026-11-21
-    python bench/peers.py --peer gloo=gloo:/venvs/torch/bin/python --peer mpich=mpi:/venvs/mpich/bin/python --ops all_reduce
+    python bench/peers.py --peer gloo=gloo:/venvs/torch/bin/python --peer
+    mpich=mpi:/venvs/mpich/bin/python
 
-A peer is NAME=LIBRARY:PYTHON; the library is gloo (through torch) or mpi (through mpi4py, with the mpirun beside that Python, else the
-one on PATH).  ``--peers-dir`` takes every virtual environment in a folder that has one of them.  The variants of miraccl: plain calls,
-``persistent`` operations, ``window`` buffers.  ``--fresh`` rewrites inputs before each call: without it, window buffers stay in the
-caches and look faster than an application sees.  Where there is a core for each rank, every rank of every library is bound to one
-after it has started: a scheduler may leave two ranks that poll on one core after they have slept.  Needs a quiet machine; says how
-busy it was.
+A peer is NAME=LIBRARY:PYTHON; the library is gloo (through torch) or mpi (through mpi4py, with the
+mpirun beside that Python, else the one on PATH). ``--peers-dir`` takes every virtual environment in
+a folder that has one of them. The variants of miraccl: plain calls, ``persistent`` operations,
+``window`` buffers. ``--fresh`` rewrites inputs before each call; otherwise window buffers stay in
+the caches and look faster than in an application. If there is a core for each rank, every rank of
+every library is bound to one after its start, because a scheduler may leave two polling ranks on
+one core after they have slept. Needs a quiet machine; reports the load.
 """
 
 from __future__ import annotations
@@ -73,7 +77,7 @@ class Peer:
 
 
 def find_peers(folder: Path) -> Iterator[Peer]:
-    """The virtual environments below ``folder`` that have a peer, named after their folders without ``venv_``."""
+    """Return the virtual environments below ``folder`` that have a peer, named without ``venv_``."""
     for python in sorted(folder.glob("*/bin/python")):
         for library, module in (("gloo", "torch"), ("mpi", "mpi4py")):
             code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{module}') is None)"
@@ -85,7 +89,7 @@ def find_peers(folder: Path) -> Iterator[Peer]:
 def measure_round(
     job: PerfJob, nranks: int, peers: list[Peer], variants: list[str], timeout: float, cells: Cells
 ) -> None:
-    """One operation at all sizes, by everybody; adds a time to each cell."""
+    """Measure one operation at all sizes with all libraries; add a time to each cell."""
     lines: dict[str, list[ResultLine]] = {name: [] for name in variants}
     groups: list[RankGroup] = []
     others: list[PeerGroup] = []
@@ -116,7 +120,7 @@ def measure_round(
 def render(
     cells: Cells, machine: dict[str, Any], args: argparse.Namespace, peers: list[str]
 ) -> str:
-    """Tables of medians, and the ratio of the best peer's time to miraccl's."""
+    """Return tables of medians, and the ratio of the best peer's time to miraccl's."""
     parts = [
         common.heading("miraccl and its peers", machine),
         f"{args.rounds} rounds, {'fresh inputs' if args.fresh else 'inputs in cache'}.\n",

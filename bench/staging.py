@@ -1,14 +1,16 @@
-"""What the way of GPU data between hosts costs without a GPU: from ``ready`` to ``done``, beside the CPU communicator alone.
+"""Cost of staging GPU data between hosts without a GPU: from ``ready`` to ``done``.
 
     python bench/staging.py
     python bench/staging.py --sizes 1K,64K --rounds 9 --out staging
     python bench/staging.py --messages [--through-proxy]
 
-Two processes that are hosts of their own (MIRACCL_HOSTID), over TCP on loopback.  The stream is the main thread: it copies to the slot,
-writes ``ready`` and waits for ``done`` without the interpreter's lock, as a GPU would.  ``alone`` is a prepared all_reduce of the same
-size on the lane's CPU communicator; ``ready to done`` is the time of one piece; ``operation`` the whole, with copies by the processor.
-With ``--messages`` each rank sends one of that size to the other and receives one, instead of all_reduce.
-Every result is checked.  Processes beyond the number of cores (two, and their proxies) are in all columns.
+Two processes that are separate hosts (MIRACCL_HOSTID), over TCP on loopback. The main thread acts
+as the stream: it copies to the slot, writes ``ready`` and waits for ``done`` without the GIL, as a
+GPU would. ``alone`` is a prepared all_reduce of the same size on the staging thread's CPU
+communicator; ``ready to done`` is the time of one segment; ``operation`` the whole, with copies by
+the processor. With ``--messages`` each rank sends one message of that size to the other and
+receives one, instead of all_reduce. Every result is checked. Processes beyond the number of cores
+(two, and their proxies) affect all columns.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ SIZES = "1K,64K,1M,64M"
 
 @njit(nogil=True)
 def wait_for(address: int, value: int) -> None:
-    """Without the interpreter's lock, and letting others have the core."""
+    """Wait without the GIL, yielding the core."""
     while load32(address) != value:
         for _ in range(50):
             pause()
@@ -58,7 +60,7 @@ def wait_for(address: int, value: int) -> None:
 
 
 class Processor:
-    """``executor.cuda.gpu.Gpu`` as far as staging needs it: everything is done at once, by the caller."""
+    """The part of ``executor.cuda.gpu.Gpu`` that staging needs, executed at once by the caller."""
 
     def __init__(self) -> None:
         self._maps: list[mmap.mmap] = []
@@ -239,7 +241,14 @@ def main() -> None:
         if failure:
             raise SystemExit(f"{failure.describe()}\n{failure.error}")
         rows = ranks.outcomes[0].value
-    columns = ["bytes", "segments", "alone us", "ready to done us", "operation us", "operation GB/s"]
+    columns = [
+        "bytes",
+        "segments",
+        "alone us",
+        "ready to done us",
+        "operation us",
+        "operation GB/s",
+    ]
     table = []
     for nbytes, row in rows.items():
         alone, answer, whole = (

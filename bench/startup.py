@@ -1,10 +1,11 @@
-"""How long it takes to begin: imports, the command line, a communicator of 1 and of 8 ranks.
+"""Start-up time: imports, the command line, a communicator of 1 and of 8 ranks.
 
     python bench/startup.py
     python bench/startup.py --ranks 8 --rounds 9 --out startup
 
-``run`` rows start every rank as a process of its own, as ``miraccl run`` does; ``fork`` rows fork them from a warm parent, as ``miraccl
-perf`` does.  ``meet`` is the slowest rank's time in ``miraccl.init()`` and a first barrier, ``split`` that of a second communicator.
+``run`` rows start every rank as a separate process, as ``miraccl run`` does; ``fork`` rows fork
+them from a warm parent, as ``miraccl perf`` does. ``meet`` is the slowest rank's time in
+``miraccl.init()`` and a first barrier, ``split`` that of a second communicator.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _PROGRAM = "import miraccl\nwith miraccl.init() as comm: comm.barrier()"
 
 
 def time_command(*args: str) -> float:
-    """Milliseconds of wall time."""
+    """Return milliseconds of wall time."""
     start = time.perf_counter()
     subprocess.run([sys.executable, *args], check=True, stdout=subprocess.DEVNULL, timeout=300)
     return (time.perf_counter() - start) * 1e3
@@ -48,7 +49,7 @@ def rank_main(context: RankContext) -> list[float]:
 
 
 def time_fork(nranks: int) -> tuple[float, float, float]:
-    """Milliseconds: all of it, the slowest rank's meeting, the slowest rank's split."""
+    """Return milliseconds: total, the slowest rank's init, the slowest rank's split."""
     start = time.perf_counter()
     with launch.local_job(nranks) as environ, Ranks(rank_main, nranks, environ=environ) as ranks:
         ranks.wait(time.monotonic() + 300)

@@ -1,10 +1,12 @@
-"""One-way send/recv through the socket transport and its proxy, beside a plain socket loop with the same number of streams.
+"""One-way send/recv through the socket transport and its proxy, compared with a plain socket loop.
 
-Two processes on loopback.  The plain loop is what a careful person would write by hand: one thread per side, non-blocking sockets, epoll,
-calls of 1 MiB, the same kernel buffers, the message divided evenly among the streams.  In the other row the sender posts the address of
-its buffer and the receiver wants the message in its own, so that both rows copy each byte twice, user to kernel and back.  The two
-alternate, and the receiver's answer ends each measurement.  ``cpu`` is processor time of both processes, which other load on the
-machine disturbs less than the wall clock; with the two processes on one core it is the reciprocal of the speed.
+Two processes on loopback, the same number of streams. The plain loop is careful hand-written code:
+one thread per side, non-blocking sockets, epoll, calls of 1 MiB, the same kernel buffers, the
+message divided evenly among the streams. In the other row the sender posts the address of its
+buffer and the receiver receives into its own, so both rows copy each byte twice, user to kernel and
+back. The two alternate, and the receiver's answer ends each measurement. ``cpu`` is processor time
+of both processes, which other load affects less than the wall clock; with the two processes on one
+core it is the reciprocal of the speed.
 
     python bench/tcp_stream.py --bytes 64M --streams 2 --rounds 15
 """
@@ -34,7 +36,7 @@ CALL_BYTES = 1 << 20
 
 
 class Peer:
-    """One of the two processes: rank 0 sends, rank 1 receives.  ``control`` is a blocking socket between them."""
+    """One of the two processes: rank 0 sends, rank 1 receives. ``control`` is a blocking socket."""
 
     def __init__(self, rank: int, control: socket.socket, args: argparse.Namespace) -> None:
         self.rank = rank
@@ -54,7 +56,7 @@ class Peer:
 
 
 class Plain:
-    """The socket loop."""
+    """The plain socket loop."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
@@ -103,7 +105,7 @@ class Plain:
 
 
 class Miraccl:
-    """The transport and its proxy."""
+    """The socket transport and its proxy."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
@@ -153,7 +155,7 @@ class Miraccl:
 
 
 def measure(peer: Peer, way: Plain | Miraccl) -> tuple[float, float]:
-    """Wall time and processor time of this process, in seconds."""
+    """Return wall time and processor time of this process, in seconds."""
     peer.swap(b"")
     start, cpu = time.perf_counter(), time.process_time()
     way.transfer()
@@ -164,7 +166,7 @@ def measure(peer: Peer, way: Plain | Miraccl) -> tuple[float, float]:
 def run(
     rank: int, control: socket.socket, args: argparse.Namespace
 ) -> dict[str, list[tuple[float, float]]]:
-    """Per way and round: wall time and the processor time of both processes, in seconds."""
+    """Return wall time and processor time of both processes by variant and round, in seconds."""
     peer = Peer(rank, control, args)
     ways: dict[str, Plain | Miraccl] = {"plain": Plain(peer), "miraccl": Miraccl(peer)}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}

@@ -1,14 +1,17 @@
-"""What small calls of ``torch.distributed`` cost: miraccl beside Gloo, on GPUs beside NCCL, in turns in the same processes.
+"""Cost of small calls of ``torch.distributed``: miraccl compared with Gloo, or NCCL on GPUs.
 
     python bench/torch_calls.py --ranks 2,4 --out torch-calls-DATE
     python bench/torch_calls.py --ranks 2 --only all_gather --rounds 31
     python bench/torch_calls.py --ranks 2 --device cuda --out torch-calls-DATE-2xH200
 
-starts its own ranks.  Every call is one row: a turn is ``--calls`` of them in a row with one backend, then the other has its turn.
-``call`` is the time of a call on the slowest rank, ``processor`` that of all threads of a rank, the mean over ranks; medians over turns,
-and in parentheses the least, which a busy machine disturbs less.  Waiting is in both: a rank that waits spins a while, then gives the
-processor away.  The ratio is the median over turns of the other's figure by ours; above 1 miraccl is cheaper.  On GPUs the clock stops when
-all calls have been enqueued, so ``call`` is the host's time of it, unless the GPU is so far behind that a call waits for it.
+Starts its own ranks; the backends alternate in the same processes. Every call is one row: a turn is
+``--calls`` calls in a row with one backend, then the other. ``call`` is the time of a call on the
+slowest rank, ``processor`` that of all threads of a rank, the mean over ranks; medians over turns,
+and the minimum in parentheses, which a busy machine affects less. Waiting is in both: a waiting
+rank spins a while, then yields the processor. The ratio is the median over turns of the other
+backend's figure divided by miraccl's; above 1 miraccl is cheaper. On GPUs the clock stops when all
+calls have been enqueued, so ``call`` is host time, unless the GPU is so far behind that a call
+waits for it.
 """
 
 from __future__ import annotations
@@ -87,7 +90,7 @@ def main() -> None:
 
 
 def measure_on(nranks: int) -> dict[str, Any]:
-    """Start the ranks and give what rank 0 has collected."""
+    """Start the ranks and return the results of rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"
         status = spawn(__file__, nranks, [*sys.argv[1:], "--json", str(path)], timeout=1800)
@@ -158,7 +161,7 @@ def measure_here(options: argparse.Namespace) -> None:
 
 
 def one_turn(dist: Any, call: Callable[[], Any], times: int) -> tuple[float, float]:
-    """Microseconds a call on this rank: wall clock, and processor time of all its threads."""
+    """Return microseconds per call on this rank: wall clock, and processor time of all its threads."""
     for _ in range(WARM):
         call()
     dist.barrier()
@@ -171,7 +174,7 @@ def one_turn(dist: Any, call: Callable[[], Any], times: int) -> tuple[float, flo
 
 
 def together(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of all ranks: the slowest one's time of every turn, and the mean of the processor times."""
+    """Return the slowest rank's time of every turn, and the mean of the processor times."""
     result = {}
     for backend in ranks[0]:
         walls = zip(*(rank[backend]["wall"] for rank in ranks), strict=True)
@@ -184,7 +187,7 @@ def together(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def subjects(group: Any, options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
-    """What is called, by name."""
+    """Return the measured calls by name."""
     import torch
     import torch.distributed as dist
 

@@ -1,28 +1,33 @@
-"""Training with DDP and FSDP2 on miraccl beside Gloo (CPU) or NCCL (GPU): are the losses the same bit by bit, and how long is a step?
+"""Training with DDP and FSDP2 on miraccl, Gloo (CPU) or NCCL (GPU): equal losses and step times.
 
     python bench/training.py --ranks 2,4 --out training-DATE
     python bench/training.py --ranks 2 --device cuda --size large
 
-starts its own ranks; under ``torchrun`` it is one of them.  Several ways ("arms") of adding up the same gradients train their own copy of
-the same model from the same weights on the same batches, in turns: a few steps each, then the next one, so that a busy machine is
-busy for all.  An arm is a backend, perhaps with an order of additions:
+Starts its own ranks; under ``torchrun`` it is one of them. Several variants ("arms") of summing the
+same gradients train their own copy of the same model from the same weights on the same batches.
+They alternate every few steps, so that a busy machine affects all.
 
-================== ===============================================================================================================
-gloo, nccl         as they are
-miraccl            as it is: on the CPU the algorithm, and with it the order on more than two ranks, depends on the size
-miraccl:NAME       only the algorithm NAME (MIRACCL_ALGO); one_shot and two_shot add in the order of the ranks
+================== ========================================================================
+gloo, nccl         with their defaults
+miraccl            with its defaults: on the CPU the algorithm, and with it the order of
+                   additions on more than two ranks, depends on the size
+miraccl:NAME       only the algorithm NAME (MIRACCL_ALGO); one_shot and two_shot add in
+                   rank order
 miraccl:NNsms      with at most NN multiprocessors for communication (MIRACCL_SMS), on GPUs
 miraccl:down_ring  Gloo's ring as a schedule: see ``build_down_ring``
-gloo:rank_order    Gloo moves the gradients (all_gather), each rank adds them up in the order of the ranks; nccl:rank_order likewise
-none               no communication at all: every rank trains alone
-================== ===============================================================================================================
+gloo:rank_order    Gloo moves the gradients (all_gather), each rank adds them in rank
+                   order; nccl:rank_order likewise
+none               no communication: every rank trains alone
+================== ========================================================================
 
-What must be equal: all arms on two ranks (a + b = b + a); the arms that add in the order of the ranks with each other;
-``miraccl:down_ring`` with ``gloo``.  Compared are the losses of all ranks in all steps, and a hash of the weights at the end.
+Arms that must be equal: all arms on two ranks (a + b = b + a); the arms that add in rank order;
+``miraccl:down_ring`` and ``gloo``. The losses of all ranks in all steps and a hash of the final
+weights are compared.
 
-A step is forward, backward, optimizer and ``loss.item()``; its time is that of the slowest rank; the first step after every change
-of arms is not counted.  Figures are medians over steps; the ratio is the median over turns of the quotient of their medians.
-Processor time is that of all threads of a rank, the mean over steps and ranks.
+A step is forward, backward, optimizer and ``loss.item()``; its time is that of the slowest rank;
+the first step after every change of arms is not counted. Figures are medians over steps; the ratio
+is the median over turns of the quotient of their medians. Processor time is that of all threads of
+a rank, the mean over steps and ranks.
 """
 
 from __future__ import annotations
@@ -103,7 +108,7 @@ def main() -> None:
 
 
 def train_on(options: argparse.Namespace, nranks: int) -> list[dict[str, Any]]:
-    """Start the ranks and give what rank 0 has found."""
+    """Start the ranks and return the results of rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"
         status = spawn(__file__, nranks, [*sys.argv[1:], "--json", str(path)], timeout=3000)
@@ -144,7 +149,7 @@ def train_here(options: argparse.Namespace) -> None:
 
 
 def family(arm: str, record: dict[str, Any]) -> str:
-    """Arms of one family must give the same bits."""
+    """Return the family of an arm, whose arms must give the same bits."""
     order = arm.partition(":")[2]
     if arm == "none":
         return arm
@@ -156,7 +161,7 @@ def family(arm: str, record: dict[str, Any]) -> str:
 
 
 def ulps(a: dict[str, Any], b: dict[str, Any]) -> int:
-    """The largest difference of two losses, in units of the last place of float32; 0: equal bits."""
+    """Return the largest difference of two losses in units of the last place of float32."""
     pairs = [
         (x, y)
         for xs, ys in zip(a["losses"], b["losses"], strict=True)
@@ -175,7 +180,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def broken(records: Sequence[dict[str, Any]]) -> list[str]:
-    """What should have been equal and is not."""
+    """Return the arms that should be equal and differ."""
     found = []
     for record in records:
         first: dict[str, str] = {}
@@ -191,7 +196,7 @@ def title(record: dict[str, Any]) -> str:
 
 
 def tables(records: Sequence[dict[str, Any]]) -> str:
-    """Markdown: how alike the losses are, and how long steps take."""
+    """Return markdown: agreement of the losses, and step times."""
     peer = next(iter(records[0]["arms"]))
     arms = [arm for arm in records[0]["arms"] if arm != "none"]
     alike, times = [], []
@@ -258,7 +263,7 @@ def _times(record: dict[str, Any], peer: str, ours: str) -> list[str]:
 
 
 def shortened(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with a hash and the last values in the place of all losses."""
+    """Return the record with a hash and the last values instead of all losses."""
     arms = {}
     for name, arm in record["arms"].items():
         digest = hashlib.sha256(json.dumps(arm["losses"]).encode()).hexdigest()[:16]
@@ -273,7 +278,7 @@ def shortened(record: dict[str, Any]) -> dict[str, Any]:
 def report(
     options: argparse.Namespace, machine: dict[str, Any], records: Sequence[dict[str, Any]]
 ) -> None:
-    """Print and keep what was found; end with status 1 where equal things are not."""
+    """Print and save the results; exit with 1 if arms that should be equal differ."""
     wrong = broken(records)
     words = f"Size {options.size} on {records[0]['device']}, {options.rounds} turns of {options.steps} steps."
     text = f"{heading('Training', machine)}\n{words}\n\n{tables(records)}\n"

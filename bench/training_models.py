@@ -1,7 +1,8 @@
-"""The two models of ``training.py`` and the batches they learn from: a small GPT and a ResNet-like network.
+"""Models and batches of ``training.py``: a small GPT and a ResNet-like network.
 
-Every rank builds the same weights from one seed and draws its own batch of a step from (rank, step), so a training can be repeated
-bit by bit.  The numbers of elements of all parameters are multiples of 128: four equal parts of any bucket are whole cache lines then.
+Every rank builds the same weights from one seed and draws its batch of a step from (rank, step), so
+a training can be repeated bit by bit. The numbers of elements of all parameters are multiples of
+128: four equal parts of any bucket are whole cache lines.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ VOCABULARY, CLASSES = 256, 16
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """What makes a model large; ``image`` is its side in pixels, ``context`` in tokens."""
+    """Size of a model; ``image`` is the side in pixels, ``context`` the length in tokens."""
 
     gpt_layers: int
     gpt_width: int
@@ -51,7 +52,7 @@ SIZES = {
 class Block(nn.Module):
     """Attention and a feed-forward layer, each added to its input (GPT-2's order, without dropout).
 
-    Attention is written out: its gradient has one order of additions on every device.
+    Attention is written out, so its gradient has one order of additions on every device.
     """
 
     def __init__(self, width: int, context: int) -> None:
@@ -140,13 +141,16 @@ MODELS = {"gpt": Gpt, "resnet": ResNet}
 
 
 def make_model(name: str, size: Size) -> Any:
-    """The model with the weights that every rank begins with."""
+    """Return the model with the initial weights of every rank."""
     torch.manual_seed(0)
     return MODELS[name](size)
 
 
 def make_batch(name: str, size: Size, rank: int, step: int) -> tuple[Any, Any]:
-    """Inputs and targets of a rank's step: counting modulo VOCABULARY for the GPT, tinted noise for the ResNet."""
+    """Return inputs and targets of a rank's step.
+
+    Counting modulo VOCABULARY for the GPT, tinted noise for the ResNet.
+    """
     source = torch.Generator().manual_seed(1_000_003 * (rank + 1) + step)
     if name == "gpt":
         start, stride = (

@@ -1,4 +1,6 @@
-"""What a rank of ``training.py`` does: the arms' process groups, wrapped models, steps, and what rank 0 collects from all."""
+"""One rank of ``training.py``: process groups of the arms, wrapped models, steps, collected
+results.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,12 @@ BUCKET_MB = (
     description="A ring downwards: the order in which Gloo adds.",
 )
 def build_down_ring(collective: Collective, nranks: int, root: int) -> Schedule:
-    """Chunk c starts at rank c - 1 and goes down to rank c, as in Gloo (``gloo/allreduce.cc: ring``, which sends to rank - 1).
+    """Gloo's ring (``gloo/allreduce.cc: ring``, which sends to rank - 1) as a schedule.
 
-    Gloo's reduce_scatter is its all_reduce, of which it keeps a part.  Its chunks are whole segments, at least two, of at most 1 MiB.
-    They are ours where the count is a multiple of 2 * nranks elements and of nranks cache lines, and below 2 * nranks MiB.
+    Chunk c starts at rank c - 1 and moves down to rank c. Gloo's reduce_scatter is its all_reduce,
+    of which it keeps a part. Gloo's chunks are whole segments, at least two, of at most 1 MiB. They
+    equal this schedule's if the count is a multiple of 2 * nranks elements and of nranks cache
+    lines, and below 2 * nranks MiB.
     """
 
     def steps(rank: int) -> Iterator[Step]:
@@ -72,7 +76,7 @@ def build_down_ring(collective: Collective, nranks: int, root: int) -> Schedule:
 
 
 def add_in_rank_order(x: Any, group: Any) -> Any:
-    """The sum of all ranks' ``x`` (flat), added up here: ((x0 + x1) + x2) + ..."""
+    """Return the sum of all ranks' ``x`` (flat), added here: ((x0 + x1) + x2) + ..."""
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, x, group=group)
     total = parts[0]
@@ -82,7 +86,7 @@ def add_in_rank_order(x: Any, group: Any) -> Any:
 
 
 def rank_ordered_hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations other than its own
-    """DDP's communication, with the additions in the order of the ranks. Divides first, as DDP does."""
+    """Communication hook of DDP that adds in rank order; divides first, as DDP does."""
     x = bucket.buffer().mul_(1.0 / dist.get_world_size(group))
     future: Any = torch.futures.Future(devices=[x.device] if x.is_cuda else None)
     future.set_result(x.copy_(add_in_rank_order(x, group)))
@@ -90,7 +94,7 @@ def rank_ordered_hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP ref
 
 
 class RankOrderedReduceScatter:
-    """FSDP2's reduction (``torch.distributed.fsdp``: ``ReduceScatter``), with the additions in the order of the ranks."""
+    """Reduction of FSDP2 (``torch.distributed.fsdp``: ``ReduceScatter``) that adds in rank order."""
 
     def allocate(self, size: Any, *, dtype: Any, device: Any) -> Any:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -123,7 +127,7 @@ def setting(name: str, value: str) -> Iterator[None]:
 
 @cache
 def group_of(arm: str) -> Any:
-    """The arm's process group of all ranks; its settings count when it is made."""
+    """Return the arm's process group of all ranks; its settings apply at creation."""
     backend, _, detail = arm.partition(":")
     if detail.endswith("sms"):
         with setting("MIRACCL_SMS", detail.removesuffix("sms")):
@@ -135,7 +139,7 @@ def group_of(arm: str) -> Any:
 
 
 def spread(model: Any, arm: str, parallel: str, device: Any) -> Any:
-    """The model as DDP or FSDP2 trains it over the arm's group."""
+    """Return the model wrapped in DDP or FSDP2 over the arm's group."""
     if arm == "none":
         return model
     group, ordered = group_of(arm), arm.endswith(":rank_order")
@@ -155,7 +159,7 @@ def spread(model: Any, arm: str, parallel: str, device: Any) -> Any:
 
 
 class Training:
-    """One arm's copy of the model: where it is, and what it has seen."""
+    """One arm's copy of the model, its position and its results."""
 
     def __init__(self, arm: str, name: str, parallel: str, size: Size, device: Any) -> None:
         self.arm, self.name, self.size, self.device = arm, name, size, device
@@ -166,14 +170,14 @@ class Training:
         self.processor_s = 0.0
 
     def turn(self, steps: int) -> None:
-        """Some steps; the first is not timed."""
+        """Run some steps; the first is not timed."""
         begin = time.process_time()
         times = [self.step() for _ in range(steps)]
         self.processor_s += time.process_time() - begin
         self.blocks.append(times[1:] or times)
 
     def step(self) -> float:
-        """Milliseconds of one step."""
+        """Return the milliseconds of one step."""
         inputs, targets = (
             x.to(self.device)
             for x in make_batch(self.name, self.size, dist.get_rank(), len(self.losses))
@@ -189,7 +193,7 @@ class Training:
         return (time.perf_counter() - begin) * 1e3
 
     def digest(self) -> str:
-        """A hash of this rank's weights (of FSDP2: its shards)."""
+        """Return a hash of this rank's weights (FSDP2: of its shards)."""
         total = hashlib.sha256()
         for parameter in self.model.parameters():
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -198,7 +202,7 @@ class Training:
 
 
 def compare(options: argparse.Namespace, name: str, parallel: str) -> dict[str, Any]:
-    """Train all arms in turns; what all ranks have seen, by arm: losses, digests, and the slowest rank's times by turn."""
+    """Train all arms alternately; return losses, digests and the slowest rank's times by arm."""
     device = torch.device("cpu")
     if options.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

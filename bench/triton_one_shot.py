@@ -1,4 +1,7 @@
-"""The kernel of ``gpu_triton.py``: one-shot all_reduce of float32 in Triton, protocol LL (NCCL, src/device/prims_ll.h)."""
+"""Kernel of ``gpu_triton.py``: one-shot all_reduce of float32 in Triton, protocol LL.
+
+Source: NCCL ``src/device/prims_ll.h``.
+"""
 
 import triton
 import triton.language as tl

@@ -1,11 +1,13 @@
-"""What counts cost that no call before had, as those of mixture-of-experts layers: uneven collectives with the same and with new counts.
+"""Cost of new counts, as in mixture-of-experts layers: uneven collectives with repeated and new
+counts.
 
     python bench/uneven_counts.py
     python bench/uneven_counts.py --ranks 2,4 --mean 1024 --out uneven-counts
 
-Every rank knows all counts beforehand; blocks have ``--mean`` elements of float32 on average.  Time of a call, and processor time of all
-threads of a rank's process (where ranks share cores, that is what others do not get), medians over rounds of the slowest rank.  With
-PyTorch, its ``all_to_all_single`` over this backend and over Gloo, in turns in the same run.
+Every rank knows all counts in advance; blocks have ``--mean`` elements of float32 on average. Time
+of a call, and processor time of all threads of a rank's process (relevant if ranks share cores),
+medians over rounds of the slowest rank. With PyTorch, its ``all_to_all_single`` over this backend
+and over Gloo, alternating in the same run.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ Subject = tuple[Callable[..., Any], Calls]
 
 
 class Counts:
-    """Tables of counts, [from][to], the same on all ranks and never twice the same; round ``r`` begins at table ``r * calls``."""
+    """Tables of counts, [from][to], the same on all ranks and never repeated.
+
+    Round ``r`` begins at table ``r * calls``.
+    """
 
     def __init__(self, nranks: int, mean: int, number: int) -> None:
         self.tables = np.random.default_rng(0).integers(0, 2 * mean + 1, (number, nranks, nranks))
@@ -46,7 +51,7 @@ class Counts:
 
 
 def own_subjects(comm: Any, counts: Counts) -> dict[str, Subject]:
-    """The library's own calls: what is called, and the arguments of each call."""
+    """Return miraccl's calls and the arguments of each call."""
     x, y = np.ones(counts.most, np.float32), np.empty(counts.most, np.float32)
     number, rank = len(counts.tables), comm.rank
     pairs = [counts.all_to_all(rank, i) for i in range(number)]
@@ -74,7 +79,7 @@ def own_subjects(comm: Any, counts: Counts) -> dict[str, Subject]:
 
 
 def torch_subjects(counts: Counts, rank: int, nranks: int, port: int) -> dict[str, Subject]:
-    """``all_to_all_single`` over both backends, with splits in rows."""
+    """Return ``all_to_all_single`` over both backends, with splits in rows."""
     import torch
     import torch.distributed as dist
 
@@ -97,7 +102,7 @@ def torch_subjects(counts: Counts, rank: int, nranks: int, port: int) -> dict[st
 
 
 def time_calls(call: Callable[..., Any], calls: Calls) -> tuple[float, float]:
-    """Microseconds per call: time, and processor time of the process."""
+    """Return microseconds per call: time, and processor time of the process."""
     start, used = time.perf_counter(), time.process_time()
     for arguments in calls:
         call(*arguments)
@@ -109,7 +114,7 @@ def time_calls(call: Callable[..., Any], calls: Calls) -> tuple[float, float]:
 def rank_main(
     context: RankContext, mean: int, rounds: int, calls: int, port: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """By subject, what each round found."""
+    """Return the results of each round by subject."""
     found: dict[str, list[tuple[float, float]]] = {}
     with miraccl.init() as comm:
         counts = Counts(comm.nranks, mean, (rounds + 1) * calls)
@@ -131,7 +136,7 @@ def rank_main(
 def measure(
     nranks: int, mean: int, rounds: int, calls: int, with_torch: bool
 ) -> dict[str, tuple[float, float]]:
-    """By subject: (time, processor time) of a call on the slowest rank, medians over rounds."""
+    """Return (time, processor time) of a call on the slowest rank by subject, medians over rounds."""
     port = free_port() if with_torch else 0
     with (
         launch.local_job(nranks) as environ,

@@ -1,9 +1,10 @@
-"""Three ways to do the same all_reduce: a plain call, a prepared one, and one in window memory; and what each takes here.
+"""All_reduce as a plain call, as a persistent operation, and in window memory.
 
     miraccl run -n 2 examples/05_window_and_prepared.py
 
-A prepared operation has its arguments checked, its plan made and its buffers bound once: what small messages want.  Window memory is mapped
-by all ranks of a host, so that large operations add up in place instead of copying; ``comm.empty`` gives an ordinary NumPy array in it.
+A persistent operation has its arguments checked, its plan made and its buffers bound once, which
+suits small messages. Window memory is mapped by all ranks of a host, so large operations reduce in
+place instead of copying; ``comm.empty`` returns an ordinary NumPy array in it.
 """
 
 import time
@@ -16,7 +17,7 @@ BATCHES, CALLS = 15, 20
 
 
 def microseconds(comm, call, *arguments):
-    """The slowest rank's median time of a call."""
+    """Return the median time of a call on the slowest rank."""
     times = []
     for _ in range(BATCHES):
         comm.barrier()
