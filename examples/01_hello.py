@@ -1,8 +1,9 @@
-"""Every rank contributes its number; every rank gets the sum, and all numbers in a row.
+"""Sum and gather the rank numbers.
 
     miraccl run -n 4 examples/01_hello.py
 
-``torchrun``, ``mpirun`` and ``srun`` in the place of ``miraccl run`` do as well; ``python examples/01_hello.py`` is one rank alone.
+``torchrun``, ``mpirun`` and ``srun`` work in the place of ``miraccl run``;
+``python examples/01_hello.py`` is a communicator of one rank.
 """
 
 import numpy as np

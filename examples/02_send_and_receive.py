@@ -1,8 +1,9 @@
-"""Point to point: a token goes round, then neighbours exchange blocks in a group.
+"""Point-to-point: a token goes around a ring, then neighbours exchange blocks in a group.
 
     miraccl run -n 3 examples/02_send_and_receive.py
 
-Outside a group ``send`` and ``recv`` wait for each other where a message is large, so their order matters; in a group it does not.
+Outside a group a large ``send`` waits for its ``recv``, so the order of the calls matters; inside a
+group it does not.
 """
 
 import numpy as np
@@ -23,7 +24,7 @@ with miraccl.init() as comm:
 
     left, right = np.empty(2, np.float32), np.empty(2, np.float32)
     mine = np.full(2, comm.rank, np.float32)
-    with miraccl.group():  # all four at once: no order that could deadlock
+    with miraccl.group():  # all four at once: no order can deadlock
         comm.send(mine, dst=following)
         comm.send(mine, dst=previous)
         comm.recv(left, src=previous)
@@ -31,5 +32,6 @@ with miraccl.init() as comm:
     assert (left[0], right[0]) == (previous, following)
     if comm.rank == 0:
         print(
-            f"the token came back as {token[0]}, the sum of all other ranks; neighbours are {left[0]:g} and {right[0]:g}"
+            f"the token came back as {token[0]}, the sum of all other ranks; "
+            f"neighbours are {left[0]:g} and {right[0]:g}"
         )

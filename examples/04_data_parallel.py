@@ -1,9 +1,10 @@
-"""Data-parallel training in forty lines: each rank has its share of the data, gradients are averaged while the next layer computes.
+"""Data-parallel training in forty lines: average gradients while the next layer computes.
 
     miraccl run -n 4 examples/04_data_parallel.py
 
-A two-layer network learns the sine of a sum.  The gradient of the second layer travels in the background (``async_op=True``) while
-that of the first is computed; weights stay equal on all ranks, which the last lines check.
+A two-layer network learns the sine of a sum. The gradient of the second layer is reduced in the
+background (``async_op=True``) while that of the first is computed. The last lines check that the
+weights are equal on all ranks.
 """
 
 import numpy as np

@@ -1,9 +1,9 @@
-"""Sorting numbers that no rank could hold alone: a sample sort, with collectives whose counts differ from rank to rank.
+"""Sample sort, with collectives whose counts differ from rank to rank.
 
     miraccl run -n 4 examples/06_uneven_sort.py
 
-Ranks agree on borders from a sample of everybody's numbers (``all_gather``), tell each other how many numbers they will send
-(``all_to_all``), send them (``all_to_all_v``), and sort what they got.
+Ranks agree on splitters from a sample of all numbers (``all_gather``), exchange how many numbers
+they will send (``all_to_all``), send them (``all_to_all_v``), and sort what they received.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ with miraccl.init() as comm:
     rng = np.random.default_rng(comm.rank)
     numbers = np.sort(
         rng.lognormal(0, 2, 20_000 + 5_000 * comm.rank)
-    )  # not the same number everywhere, nor evenly spread
+    )  # different numbers of values per rank, unevenly distributed
 
     sample = comm.all_gather(rng.choice(numbers, SAMPLES))
     borders = np.quantile(sample, np.arange(1, comm.nranks) / comm.nranks)

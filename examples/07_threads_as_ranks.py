@@ -1,9 +1,9 @@
-"""Ranks need not be processes: here they are threads of one, which meet by a unique id.
+"""Ranks as threads of one process, which meet by a unique id.
 
     python examples/07_threads_as_ranks.py
 
-Collectives let go of the GIL while they wait and copy.  The same id could go to other processes or hosts by any means: it is a short
-text, and a secret (whoever has it may join).
+Collectives release the GIL while they wait and copy. The same id could be sent to other processes
+or hosts by any means: it is a short text, and a secret (whoever has it may join).
 """
 
 import threading

@@ -2,8 +2,8 @@
 
     miraccl run -n 4 examples/08_split.py
 
-Rank (i, j) of the grid has block (i, j) of A and block j of B's rows, and multiplies them.  The sum over a row of the grid is that
-row's part of the product, and a column of the grid has all parts.
+Rank (i, j) of the grid has block (i, j) of A and block j of B's rows, and multiplies them. The sum
+over a row of the grid is that row's part of the product; a column of the grid has all parts.
 """
 
 import numpy as np

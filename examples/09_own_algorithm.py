@@ -1,11 +1,12 @@
-"""An algorithm of one's own: written as steps, proved before it runs, compared with the built-in ones.
+"""An algorithm of your own: written as steps, proved before it runs, compared with built-in ones.
 
     miraccl run -n 4 examples/09_own_algorithm.py
     miraccl schedule verify star --load examples/09_own_algorithm.py --ranks 1-8
     miraccl schedule draw star --load examples/09_own_algorithm.py --ranks 4 --out star.svg
 
-``star``: everybody sends to rank 0, which adds up and sends the result to everybody.  It is registered as adding in the order of the
-ranks, which is proved with the rest.  Few steps, and all bytes through one rank: good for nothing but to show how it is done.
+``star``: all ranks send to rank 0, which reduces and sends the result back. It is registered as
+adding in rank order, which is proved with the rest. It needs few steps but sends all bytes through
+one rank, so it only serves as an example.
 """
 
 import numpy as np
@@ -44,5 +45,6 @@ if __name__ == "__main__":
             print(f"right, with {comm.last_plan.algo}")
             for candidate in comm.explain("all_reduce", 4 << 20):
                 print(
-                    f"  {candidate.algo:28} {candidate.predicted_us:10.1f} us predicted for 4 MiB: {candidate.reason}"
+                    f"  {candidate.algo:28} {candidate.predicted_us:10.1f} us predicted for 4 MiB: "
+                    f"{candidate.reason}"
                 )

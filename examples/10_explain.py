@@ -1,8 +1,9 @@
-"""Which algorithm an operation would get, what it is predicted to take, and why not another one.
+"""The algorithm that an operation would use, its predicted time, and the reasons against others.
 
     miraccl run -n 4 examples/10_explain.py
 
-Nothing is communicated to answer that.  ``last_plan`` says what really ran; ``init(algo=...)`` or MIRACCL_ALGO decides otherwise.
+``explain`` communicates nothing. ``last_plan`` is the plan that ran; ``init(algo=...)`` or
+MIRACCL_ALGO overrides the choice.
 """
 
 import numpy as np
@@ -16,7 +17,8 @@ with miraccl.init() as comm:
             for nbytes in (8, 4 << 10, 256 << 10, 16 << 20):
                 chosen = comm.explain(collective, nbytes)[0]
                 print(
-                    f"  {nbytes:9} bytes: {chosen.algo:27} {chosen.proto:7} {chosen.predicted_us:10.1f} us predicted"
+                    f"  {nbytes:9} bytes: {chosen.algo:27} {chosen.proto:7} "
+                    f"{chosen.predicted_us:10.1f} us predicted"
                 )
         print("all candidates for an all_reduce of 256 KiB:")
         for candidate in comm.explain("all_reduce", 256 << 10):

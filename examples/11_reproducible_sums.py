@@ -1,9 +1,10 @@
-"""Sums with the same bits whatever the size and the algorithm: floating-point additions in the order of the ranks.
+"""Sums with equal bits, whatever the size and the algorithm: additions in rank order.
 
     miraccl run -n 4 examples/11_reproducible_sums.py
 
-a + b = b + a, but (a + b) + c is not a + (b + c) once results are rounded: with more than two ranks a sum depends on the order of the
-additions, and that on the algorithm.  ``deterministic=True`` allows only algorithms that add in the order of the ranks.
+a + b = b + a, but (a + b) + c is not a + (b + c) once results are rounded: with more than two ranks
+a sum depends on the order of the additions, which depends on the algorithm. ``deterministic=True``
+allows only algorithms that add in rank order.
 """
 
 import numpy as np
@@ -31,5 +32,6 @@ with miraccl.init(deterministic=True) as comm:
             name = plan.algo if plan is not None else "nothing to do"
             differ = np.mean(backwards != in_order)
             print(
-                f"{count:8} numbers ({name}): the bits of rank order; added backwards {differ:.0%} of the sums would differ"
+                f"{count:8} numbers ({name}): the bits of rank order; "
+                f"added backwards {differ:.0%} of the sums would differ"
             )

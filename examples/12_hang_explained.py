@@ -1,10 +1,11 @@
-"""Two mistakes that make other libraries hang, and what is said about them here.
+"""Two mistakes that make other libraries hang, and the errors that miraccl raises.
 
     miraccl run -n 3 examples/12_hang_explained.py
 
-First ranks call an operation with different counts: all of them raise ``CollectiveMismatch``, at once.  Then one rank does not come
-at all: after the deadline (here two seconds) the others raise ``CollectiveTimeout`` with the wait-for graph: who waits for whom, and
-the line of Python where the missing rank is instead.
+First, ranks call an operation with different counts: all of them raise ``CollectiveMismatch`` at
+once. Then one rank is late: after the deadline (here two seconds) the others raise
+``CollectiveTimeout`` with the wait-for graph: who waits for whom, and the source line of the
+missing rank.
 """
 
 import sys
@@ -16,12 +17,12 @@ import miraccl
 
 
 def load_next_batch(seconds):
-    """What a rank does while the others wait for it."""
+    """Stand-in for slow work of one rank."""
     time.sleep(seconds)
 
 
 def error_of(call, *arguments):
-    """What a call of miraccl raises."""
+    """Return the error that a call raises, or None."""
     try:
         call(*arguments)
     except miraccl.MiracclError as error:
@@ -34,7 +35,7 @@ with miraccl.init(timeout=2.0) as comm:
         print("one rank waits for nobody: start it with more")
         sys.exit()
 
-    other = comm.split(0)  # what breaks is one communicator, not the program
+    other = comm.split(0)  # an error breaks one communicator, not the program
     error = error_of(other.all_reduce, np.ones(5 if comm.rank == 1 else 4))
     assert isinstance(error, miraccl.CollectiveMismatch)
     if comm.rank == 0:
@@ -46,7 +47,7 @@ with miraccl.init(timeout=2.0) as comm:
         load_next_batch(seconds=4.0)
     error = error_of(
         comm.all_reduce, np.ones(4)
-    )  # the last rank comes too late: the communicator is broken
+    )  # the last rank is late: the communicator is broken
     assert isinstance(error, miraccl.CollectiveTimeout) or comm.rank == last
     if comm.rank == 0:
         print(f"2. {error}")

@@ -1,10 +1,11 @@
-"""A rank dies in the middle of the work; the others notice, make a smaller communicator, and go on.
+"""A rank dies during the work; the others detect it, shrink the communicator, and go on.
 
     miraccl run -n 4 examples/13_survive.py
 
-Whoever is in an operation with the dead rank raises ``PeerDied``, and so does everybody else in that communicator.  ``shrink`` makes one of
-those that live.  An operation that was under way may have ended on some of them only; so each keeps the state before its last step, and all
-go on from the last one that everybody had finished.
+Ranks in an operation with the dead rank raise ``PeerDied``, as do all others of that communicator.
+``shrink`` creates one of the live ranks. An operation that was in progress may have completed on
+some ranks only, so each rank keeps the state before its last step, and all continue from the last
+step that all of them had finished.
 """
 
 import os
@@ -21,16 +22,16 @@ with miraccl.init(timeout=30) as world:
     victim = world.nranks - 1 if world.nranks > 1 else None
     while step < STEPS:
         if step == FATAL and comm is world and world.rank == victim:
-            os._exit(0)  # as a crash would, only that the launcher is told that all is well
+            # like a crash, but with status 0, so that the launcher does not end the job
+            os._exit(0)
         try:
             before, state = state, state + comm.all_reduce(np.ones(3))
             step += 1
         except miraccl.PeerDied as error:
             comm = comm.shrink()
             steps = comm.all_gather(np.array([step]))
-            if (
-                step > steps.min()
-            ):  # by one: nobody begins an operation before all have come to the one before
+            # ahead by one at most: no rank starts an operation before all have started the previous one
+            if step > steps.min():
                 step, state = step - 1, before
             together = step
             if comm.rank == 0:
@@ -39,5 +40,6 @@ with miraccl.init(timeout=30) as world:
     assert (state == expected).all()
     if comm.rank == 0:
         print(
-            f"finished with {state[0]:g} = {together} x {world.nranks} + {STEPS - together} x {comm.nranks}"
+            f"finished with {state[0]:g} = {together} x {world.nranks} "
+            f"+ {STEPS - together} x {comm.nranks}"
         )

@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/14_torch_ddp.py
 
-The same model is trained a second time over Gloo; on two ranks the losses have the same bits (docs/guide/reproducibility.md says when on more).
+The same model is trained a second time over Gloo. On two ranks the losses have equal bits; for more
+ranks see docs/guide/reproducibility.md.
 """
 
 import torch
@@ -39,6 +40,7 @@ assert ours[-1] < ours[0] / 2
 assert dist.get_world_size() > 2 or ours == theirs
 if dist.get_rank() == 0:
     print(
-        f"loss {ours[0]:.4f} to {ours[-1]:.4f}; over Gloo {'the same bits' if ours == theirs else f'{theirs[-1]:.4f}'}"
+        f"loss {ours[0]:.4f} to {ours[-1]:.4f}; over Gloo "
+        f"{'the same bits' if ours == theirs else f'{theirs[-1]:.4f}'}"
     )
 dist.destroy_process_group()

@@ -1,9 +1,9 @@
-"""FSDP2 over miraccl: every rank holds a share of the weights, gathers a layer when it is needed, and gets its share of the gradients.
+"""FSDP2 over miraccl: each rank holds a shard of the weights and gathers layers when needed.
 
     torchrun --standalone --nproc-per-node 2 examples/15_torch_fsdp2.py
 
-A layer's weights are gathered (all_gather_into_tensor) before its forward and backward passes and given up afterwards; its gradients are
-added up and cut into shares (reduce_scatter_tensor) at once.
+The weights of a layer are gathered (all_gather_into_tensor) before its forward and backward passes
+and freed afterwards; its gradients are reduced and sharded (reduce_scatter_tensor) at once.
 """
 
 import torch

@@ -1,8 +1,9 @@
-"""GPU memory: the same communicator takes PyTorch's CUDA tensors.  Needs an NVIDIA GPU (one per rank, or one that the ranks share).
+"""GPU memory: the same communicator accepts PyTorch's CUDA tensors.
 
     miraccl run -n 2 examples/16_gpu_tensors.py
 
-An operation is one kernel in the current stream: the host does not wait, and it may be captured in a CUDA graph.
+Needs an NVIDIA GPU (one per rank, or one that the ranks share). An operation is one kernel in the
+current stream: the host does not wait, and it may be captured in a CUDA graph.
 """
 
 import torch
@@ -15,7 +16,7 @@ with miraccl.init() as comm:
     torch.cuda.set_device(comm.local_rank % torch.cuda.device_count())
     x = torch.full((1 << 20,), float(comm.rank), device="cuda", dtype=torch.bfloat16)
     y = torch.empty_like(x)
-    comm.all_reduce(x, y)  # the first one sets the GPU side up, and is not captured
+    comm.all_reduce(x, y)  # the first one creates the GPU side and must not be captured
     torch.cuda.synchronize()
 
     graph = torch.cuda.CUDAGraph()
@@ -33,5 +34,6 @@ with miraccl.init() as comm:
     assert pieces.tolist() == list(range(comm.nranks))
     if comm.rank == 0:
         print(
-            f"{comm.nranks} ranks on {torch.cuda.get_device_name()}: the graph gave {y[0].item():g} at its last replay"
+            f"{comm.nranks} ranks on {torch.cuda.get_device_name()}: "
+            f"the graph gave {y[0].item():g} at its last replay"
         )

@@ -1,9 +1,10 @@
-"""Ray: actors get a communicator, train together, and go on without the one that dies.
+"""Ray: actors get a communicator, train together, and go on after one of them dies.
 
     python examples/20_ray_actors.py
 
-The actors are an ordinary class without a base of ours.  The driver names them, in order of rank; in a method, ``get_group`` gives the
-actor its communicator.  An actor that dies is a ``PeerDied`` in the others, and in the driver.
+The actors are an ordinary class without a base class of miraccl. The driver names them in rank
+order; in a method, ``get_group`` returns the actor's communicator. The death of an actor is
+``PeerDied`` in the others, and in the driver.
 """
 
 import numpy as np

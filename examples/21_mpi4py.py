@@ -1,9 +1,10 @@
-"""mpi4py: communicators over MPI's own, side by side with MPI's calls.
+"""mpi4py: communicators over MPI communicators, used side by side with MPI calls.
 
     mpirun -n 2 python examples/21_mpi4py.py
 
-``miraccl.init()`` without an argument would do as well, and without mpi4py: it reads the variables that mpirun sets.  Given an MPI
-communicator it has the same ranks in the same order, so a program can change one call at a time, also on parts of the world.
+``miraccl.init()`` without an argument would work as well, without mpi4py: it reads the variables
+that mpirun sets. With an MPI communicator it has the same ranks in the same order, so a program can
+replace one call at a time, also on parts of the world.
 """
 
 import numpy as np

@@ -1,12 +1,13 @@
-"""Slurm: what ``srun`` starts finds itself; nothing is set by hand.
+"""Slurm: ranks started by ``srun`` find each other without configuration.
 
     srun -n 2 python examples/22_slurm.py
 
-On several nodes the ranks meet at the first one, at a port that is made of the numbers of job and step.  As a batch script:
+On several nodes the ranks meet at the first one, at a port derived from the numbers of job and
+step. As a batch script:
 
     #!/bin/bash
     #SBATCH --nodes=2 --ntasks-per-node=8 --time=10
-    export MIRACCL_SECRET=$(head -c 24 /dev/urandom | base64)    # on a network with people you do not trust
+    export MIRACCL_SECRET=$(head -c 24 /dev/urandom | base64)    # on networks with untrusted users
     srun python examples/22_slurm.py
 """
 

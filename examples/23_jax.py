@@ -1,10 +1,10 @@
-"""JAX on the CPU: data-parallel training with gradients that travel as JAX arrays.
+"""JAX on the CPU: data-parallel training with gradients as JAX arrays.
 
     miraccl run -n 2 examples/23_jax.py
 
-JAX arrays are read where they lie, through DLPack.  They never change, so a result needs ``out=``, an array that may be written to
-(NumPy's here), and becomes a JAX array again; without ``out=``, in place, is an error that says so.  All gradients are one vector: one
-message instead of one for every layer.
+JAX arrays are read in place through DLPack. They are immutable, so a result needs ``out=``, a
+writable array (NumPy's here), which is converted to a JAX array again; an in-place call is an error
+that says so. All gradients form one vector: one message instead of one for every layer.
 """
 
 import jax
@@ -18,7 +18,7 @@ STEPS, RATE, SAMPLES = 60, 0.1, 512
 
 
 def average(comm, tree):
-    """The mean of a tree of arrays over all ranks."""
+    """Return the mean of a tree of arrays over all ranks."""
     vector, unravel = ravel_pytree(tree)
     mean = comm.all_reduce(vector, out=np.empty(vector.shape, vector.dtype), op=miraccl.AVG)
     return unravel(jnp.asarray(mean))
@@ -49,7 +49,7 @@ with miraccl.init() as comm:
     after = average(comm, loss(weights, x, y))
     assert after < before / 2
 
-    everyone = comm.all_gather(weights["out"])  # a new array is NumPy's
+    everyone = comm.all_gather(weights["out"])  # new arrays are NumPy arrays
     assert (everyone.reshape(comm.nranks, -1) == np.asarray(weights["out"]).reshape(-1)).all()
 
     try:
@@ -57,5 +57,6 @@ with miraccl.init() as comm:
     except miraccl.InvalidUsage as error:
         if comm.rank == 0:
             print(
-                f"{comm.nranks} ranks: error {before:.3f} before, {after:.3f} after {STEPS} steps; in place: {error.message}"
+                f"{comm.nranks} ranks: error {before:.3f} before, {after:.3f} after {STEPS} steps; "
+                f"in place: {error.message}"
             )

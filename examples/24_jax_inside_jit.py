@@ -2,8 +2,9 @@
 
     miraccl run -n 2 examples/24_jax_inside_jit.py
 
-A compiled function calls out with ``io_callback``; ``ordered=True`` keeps the calls in the order of the program, which all ranks must
-have in common.  The derivative of a sum over all ranks is the sum of the derivatives over all ranks: another all_reduce.
+A compiled function calls the communicator with ``io_callback``; ``ordered=True`` keeps the calls in
+program order, which must be the same on all ranks. The derivative of a sum over all ranks is the
+sum of the derivatives over all ranks: another all_reduce.
 """
 
 import jax
@@ -26,14 +27,14 @@ with miraccl.init() as comm:
 
     @jax.jit
     def norm(x):
-        """The length of a vector whose parts lie on the ranks."""
+        """Return the length of a vector that is distributed over the ranks."""
         return jnp.sqrt(all_reduce(jnp.sum(x**2, keepdims=True)))[0]
 
     part = jnp.arange(4.0) + 4 * comm.rank
     whole = np.arange(4.0 * comm.nranks)
     length, slope = jax.value_and_grad(norm)(part)
     assert np.isclose(length, np.linalg.norm(whole))
-    # every rank has this value as its own: the derivative of their sum is nranks times that of one
+    # each rank contributes this value: the derivative of their sum is nranks times that of one
     assert np.allclose(slope, comm.nranks * part / length)
     if comm.rank == 0:
         print(

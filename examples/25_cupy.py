@@ -1,8 +1,9 @@
-"""CuPy: arrays in GPU memory are taken where they lie.  Needs an NVIDIA GPU (one per rank, or one that the ranks share).
+"""CuPy: arrays in GPU memory are used in place.
 
     miraccl run -n 2 examples/25_cupy.py
 
-An operation is enqueued in CuPy's current stream, after what the program has put there before: the host does not wait.
+Needs an NVIDIA GPU (one per rank, or one that the ranks share). An operation is enqueued in CuPy's
+current stream, after the program's earlier work in it: the host does not wait.
 """
 
 import cupy
