@@ -30,7 +30,7 @@ with miraccl.init(timeout=30) as world:
         except miraccl.PeerDied as error:
             comm = comm.shrink()
             steps = comm.all_gather(np.array([step]))
-            # ahead by one at most: no rank starts an operation before all have started the previous one
+            # at most one step ahead: all ranks had started the previous operation
             if step > steps.min():
                 step, state = step - 1, before
             together = step
