@@ -1,4 +1,4 @@
-"""The command line: see the package."""
+"""Command line of the package."""
 
 from __future__ import annotations
 

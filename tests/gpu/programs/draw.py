@@ -1,8 +1,8 @@
-"""A program from a seed: which steps follow one another, and what each may touch.
+"""Generator of a program from a seed: the sequence of steps, and the memory that each may access.
 
-Rules that it keeps: all ranks of a communicator make the same calls in the same order; memory of an operation in the background is left
-alone until it is waited for; the first operation on GPU memory of a communicator is a collective outside of graphs; floats that are reduced
-are whole numbers whose results are exact.
+Rules: all ranks of a communicator make the same calls in the same order; memory of a background
+operation is untouched until it is awaited; the first GPU operation of a communicator is a
+collective outside of graphs; reduced floats are integers with exact results.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ def draw(
     plain: bool = False,
     dtypes: Sequence[str] = (),
 ) -> at.Program:
-    """``plain`` leaves out what other backends of PyTorch do not do: strided tensors, 8-bit floats, unsigned integers."""
+    """Return the program of a seed.
+
+    ``plain``: without features that other PyTorch backends lack: strided tensors, 8-bit floats,
+    unsigned integers.
+    """
     chosen = [DType[name.upper()] for name in dtypes] or [
         d for d in DType if not plain or d in _EVERYWHERE
     ]
@@ -119,7 +123,7 @@ class Drawer(Together):
         self.collective(self.comm())
 
     def _again(self) -> None:
-        """The same call as before, once or more: what has been seen goes another way."""
+        """Repeat the previous call, which then takes the fast path."""
         for _ in range(self.rng.randint(1, 4)):
             if self.past:
                 self.repeat(self.rng.choice(self.past[-3:]))
@@ -249,7 +253,9 @@ class Drawer(Together):
         self.bounds |= graph.bounds
 
     def _beside(self) -> None:
-        """Threads: on CPU memory one for each of two communicators of the same ranks, else one that calls while nobody else does."""
+        """Add threads: on CPU memory one for each of two communicators of the same ranks, else a
+        single one.
+        """
         if self.pending:
             return
         comms = list(self.comms.values())
@@ -269,7 +275,7 @@ class Drawer(Together):
     def apart(
         self, buffers: list[int], comms: list[at.Comm], count: int, *, in_graph: bool = False
     ) -> list[at.Step]:
-        """Steps on these buffers and communicators alone, which wait for all that they begin."""
+        """Return steps on these buffers and communicators only, which await everything they start."""
         outside = self.steps, self.comms, self.only, self.past, self.in_graph
         self.steps, self.comms, self.only, self.past, self.in_graph = (
             [],
@@ -300,7 +306,9 @@ class Drawer(Together):
 
 
 class Remembered:
-    """A graph: how its buffers are filled before each replay, what it calls, and the bounds of values after it."""
+    """Graph: how its buffers are filled before each replay, its calls, and the value bounds after
+    it.
+    """
 
     def __init__(self, kinds: dict[int, str], calls: list[at.Call | at.Messages]) -> None:
         self.kinds, self.calls = kinds, calls

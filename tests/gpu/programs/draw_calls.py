@@ -1,4 +1,4 @@
-"""Drawing one operation: which form of it, on which memory, with values that make its result exact."""
+"""Generator of one operation: its form, its memory, and values that make the result exact."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _SIGNED = (DType.INT8, DType.INT32, DType.INT64)
 
 
 class Calls:
-    """Part of ``draw.Drawer``: what it knows of memory, communicators and what is under way."""
+    """Part of ``draw.Drawer``: state of memory, communicators and pending operations."""
 
     def __init__(self, rng: random.Random, program: at.Program, plain: bool) -> None:
         self.rng, self.program, self.plain = rng, program, plain
@@ -85,7 +85,7 @@ class Calls:
         return self.rng.randrange(NSTREAMS)
 
     def _in_a_stream(self, on_gpu: bool) -> dict[str, Any]:
-        """A stream, and whether the call names it or it is the current one."""
+        """Return a stream, and whether the call names it or it is current."""
         if not on_gpu:
             return {}
         stream, names = self.stream(), self.program.api == "own" and self.rng.random() < 0.5
@@ -117,8 +117,10 @@ class Calls:
         self.bounds[buffer] = None if before is None or bound is None else max(before, bound)
 
     def warm(self, comm: at.Comm) -> None:
-        """The first operation on GPU memory, by all ranks. None where no GPU memory is free: then what follows uses none, either; and a
-        barrier in a stream is an operation by all ranks itself."""
+        """Return the first GPU operation of all ranks; None if no GPU memory is free or a barrier
+        does
+        it.
+        """
         if not self.program.has_gpu or comm.number in self._warm:
             return
         found = [b for b in self.program.buffers if b.on_gpu and self.free(b.number)]
@@ -217,7 +219,7 @@ class Calls:
         shares: bool,
         stacks: bool,
     ) -> at.Call:
-        """Views of ``buffer``, which has the larger side, and ``partner``."""
+        """Return views of ``buffer``, on the larger side, and of ``partner``."""
         n = len(comm.ranks)
         whole, part = buffer.count, buffer.count if makes or in_place else partner.count
         if name == "all_to_all":
@@ -311,7 +313,7 @@ class Calls:
         return at.View(full.buffer, tuple(spans))
 
     def _emit(self, call: at.Call) -> None:
-        """With an operator, and values that it may be applied to."""
+        """Emit a call with an operator and suitable values."""
         n, dtype = len(self.comms[call.comm].ranks), self.program.buffers[call.x.buffer].dtype
         if call.name in REDUCES:
             call = self._with_operator(call, n, dtype)
@@ -319,7 +321,7 @@ class Calls:
         self._run(call)
 
     def _account(self, step: at.Call | at.Messages) -> None:
-        """For what it does to the bounds of values."""
+        """Update the value bounds after a step."""
         if isinstance(step, at.Messages):
             for message in step.messages:
                 self.write(message.target.buffer, self.bounds[message.source.buffer])
@@ -406,7 +408,7 @@ class Calls:
 
 
 def _largest(call: at.Call, bound: int, n: int) -> int:
-    """The magnitude of what a reduction of values up to ``bound`` may come to."""
+    """Return the maximum magnitude of a reduction of values up to ``bound``."""
     if call.op == "PROD":
         return bound if bound <= 1 else bound**n
     if call.op == "PREMUL_SUM":

@@ -1,4 +1,4 @@
-"""Drawing messages, and calls that start together."""
+"""Generator of messages, and of calls that start together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.gpu.programs.draw_calls import REDUCES, Calls
 
 
 class Together(Calls):
-    """Part of ``draw.Drawer``."""
+    """Part of ``draw.Drawer`` for messages and batches."""
 
     # ---- messages
 
@@ -74,8 +74,12 @@ class Together(Calls):
     # ---- several at once
 
     def batch(self, comm: at.Comm) -> None:
-        """miraccl's group: messages and collectives of a communicator or several; with a GPU, collectives alone of several, since there
-        ranks have to begin communicators in one order. PyTorch's manager: collectives of one kind."""
+        """Emit a group: miraccl's with messages and collectives, or PyTorch's with one kind of
+        collective.
+
+        On GPUs a group of several communicators has collectives only, since ranks must start
+        communicators in one order.
+        """
         outer, one = self.only, self.program.api == "torch" or self.rng.random() < 0.7
         parts: list[at.Call | at.Messages] = []
         self.only = {b.number for b in self.program.buffers if self.free(b.number)}

@@ -1,4 +1,4 @@
-"""Memory and streams of an emulated GPU (``tests.gpu.emulated_cuda``): the same kernels without a GPU, slowly."""
+"""Memory and streams of an emulated GPU (``tests.gpu.emulated_cuda``): the same kernels, slowly."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from tests.runtime.reference import DTYPES
 
 
 class Emulated(OnGpu):
-    """Streams are numbers; fills and copies are work of a stream as kernels are. There is no current stream but the default one, so calls
-    name theirs."""
+    """Emulated memory and streams.
+
+    Streams are handles; fills and copies are work of a stream like kernels. Only the default stream
+    is ever current, so calls name theirs.
+    """
 
     def __init__(self, rank: int) -> None:
         super().__init__()

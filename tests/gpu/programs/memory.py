@@ -1,9 +1,9 @@
-"""Memory and streams of one rank: on a GPU with PyTorch, or in CPU memory, where there is one stream and all of this is nothing.
-``emulated`` has a third kind.
+"""Memory and streams of one rank: on a GPU with PyTorch, or in CPU memory with a single stream.
 
-Each access to a buffer comes after the one before, by an event where that was in another stream; buffers have nothing to do with one
-another.  Operations of a communicator are ordered by the library, but for those in graphs, of whose replays it does not know: a replay is
-``alone`` between what all streams held before and what they hold later.
+``emulated`` has a third kind. Accesses to a buffer are ordered, by events between streams;
+different buffers are independent. The library orders the operations of a communicator except in
+graphs, whose replays it does not see: a replay runs ``alone``, between the earlier and later work
+of all streams.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SIGNED = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 
 @dataclass(frozen=True)
 class Memory:
-    """``array`` is what calls get parts of, ``bits`` the same memory as whole numbers: a tensor on the GPU, else NumPy's."""
+    """Buffer memory: ``array`` provides the parts for calls, ``bits`` the same memory as integers."""
 
     array: Any
     bits: Any
@@ -40,7 +40,7 @@ def torch_dtype(dtype: DType) -> Any:
 
 
 def on_host(count: int, dtype: DType, skew: int, as_torch: bool, whole: Any = None) -> Memory:
-    """``whole``: where it lies, else in new memory."""
+    """Return memory in the host; ``whole``: in place, else a copy."""
     kind = DTYPES[dtype]
     whole = np.empty(count + skew, kind) if whole is None else whole
     bits = whole[skew:].view(_SIGNED[dtype.itemsize])
@@ -53,7 +53,7 @@ def on_host(count: int, dtype: DType, skew: int, as_torch: bool, whole: Any = No
 
 
 class Cpu:
-    """The program's memory is in ``memory``, by buffer."""
+    """Memory of a program on the CPU; ``memory`` by buffer."""
 
     on_gpu = False
 
@@ -61,7 +61,7 @@ class Cpu:
         self.memory: dict[int, Memory] = {}
 
     def allocate(self, buffer: at.Buffer, rank: int, empty: Callable[..., Any] | None) -> None:
-        """``empty`` makes window memory."""
+        """Allocate a buffer; ``empty`` allocates window memory."""
         skew = buffer.skews[rank]
         whole = None if empty is None else empty(buffer.count + skew, DTYPES[buffer.dtype])
         self.memory[buffer.number] = on_host(
@@ -86,29 +86,32 @@ class Cpu:
     def using(
         self, stream: int, buffers: Sequence[int], *, names_stream: bool = False
     ) -> Iterator[Any]:
-        """Inside, what is enqueued comes after what else touches these buffers. Gives the stream if calls are to name it."""
+        """Order work inside the block after earlier work on these buffers; yield the stream to
+        name,
+        if any.
+        """
         yield None
 
     @contextlib.contextmanager
     def alone(self, stream: int) -> Iterator[None]:
-        """Inside, what is enqueued in a stream comes after everything before and before everything after, in all streams."""
+        """Order work of a stream inside the block after all earlier and before all later work."""
         yield
 
     def enter_thread(self) -> None:
-        """Before anything else in another thread."""
+        """Prepare another thread."""
 
     def capture(self, stream: int, body: Callable[[], None]) -> Callable[[], None]:
-        """What runs ``body`` again."""
+        """Return a function that replays ``body``."""
         return body
 
     def stall(self, stream: int, milliseconds: float) -> None:
-        """Hold up a stream."""
+        """Delay a stream."""
 
     def synchronize(self) -> None:
         """Wait for all streams."""
 
     def read(self, thing: Any) -> Any:
-        """The bits of a result."""
+        """Return the bits of a result."""
         return bits_of(thing)
 
     def close(self) -> None:
@@ -116,7 +119,7 @@ class Cpu:
 
 
 def bits_of(thing: Any) -> Any:
-    """The elements of an array in CPU memory as whole numbers of their size."""
+    """Return the elements of a CPU array as integers of their size."""
     if isinstance(thing, np.ndarray):
         return np.ascontiguousarray(thing).reshape(-1).view(_SIGNED[thing.dtype.itemsize])
     import torch
@@ -126,7 +129,9 @@ def bits_of(thing: Any) -> Any:
 
 
 class OnGpu(Cpu):
-    """With streams of a GPU, whose kind a subclass knows. ``_streams[0]`` is the default one."""
+    """Memory with GPU streams, whose kind a subclass defines. ``_streams[0]`` is the default
+    stream.
+    """
 
     on_gpu = True
     _streams: Sequence[Any]
@@ -139,22 +144,22 @@ class OnGpu(Cpu):
         self._capturing: int | None = None
 
     def _event_in(self, stream: Any) -> Any:
-        """An event that follows what the stream holds."""
+        """Record and return an event in a stream."""
         raise NotImplementedError
 
     def _wait(self, stream: Any, event: Any) -> None:
         raise NotImplementedError
 
     def _current(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """Inside, this is the current stream."""
+        """Make this stream current inside the block."""
         raise NotImplementedError
 
     def _captured(self, stream: Any, body: Callable[[], None]) -> Callable[[], None]:
-        """What replays ``body`` in the current stream."""
+        """Return a function that replays ``body`` in the current stream."""
         raise NotImplementedError
 
     def _stream(self, number: int) -> Any:
-        """Inside of a capture the default stream is not there."""
+        """Return a stream; a capture must not use the default one."""
         return self._streams[
             self._capturing if self._capturing is not None and number == 0 else number
         ]
@@ -183,7 +188,7 @@ class OnGpu(Cpu):
 
     @contextlib.contextmanager
     def _between(self, chosen: Any) -> Iterator[None]:
-        """What is in a stream then comes after what all streams held, and before what they hold later."""
+        """Order work of a stream after earlier and before later work of all streams."""
         others = [s for s in self._streams[self._capturing is not None :] if s is not chosen]
         for other in others:
             self._wait(chosen, self._event_in(other))
@@ -301,7 +306,7 @@ class Cuda(OnGpu):
 
 @functools.cache
 def on_device(dtype: DType, kind: str) -> Any:
-    """The bits of ``values.pool`` on the GPU."""
+    """Return the bits of ``values.pool`` on the GPU."""
     import torch
 
     return torch.from_numpy(pool(dtype, kind).view(_SIGNED[dtype.itemsize]).copy()).cuda()

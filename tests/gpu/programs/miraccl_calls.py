@@ -1,4 +1,4 @@
-"""A program's steps as calls of miraccl's own API."""
+"""Steps of a program as calls of miraccl's API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 60.0
 
 
 class Own:
-    """The communicators of one rank; ``works`` are what is in the background."""
+    """Communicators of one rank; ``works``: background operations."""
 
     leaves_behind = False
 
@@ -34,7 +34,7 @@ class Own:
         return make
 
     def call(self, call: at.Call, index: int, stream: Any) -> Any:
-        """What the library made, else None."""
+        """Run a call and return the array that the library allocated, else None."""
         comm = self.comms[call.comm]
         name, args = self._arguments(call, index)
         named = {} if stream is None else {"stream": stream}
@@ -109,7 +109,7 @@ class Own:
                 step()
 
     def wait(self, number: int, on_host: bool, stream: Any) -> Any:
-        """The result of the last."""
+        """Wait and return the result of the last operation."""
         result = None
         for work in self.works.pop(number, []):
             if not isinstance(work, DeviceWork):

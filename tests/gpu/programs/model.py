@@ -1,4 +1,6 @@
-"""What every rank's memory holds after each step, in NumPy, from the definitions of ``tests.runtime.reference``."""
+"""Expected memory of every rank after each step, in NumPy, by the definitions of
+``tests.runtime.reference``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _BITWISE = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor
 
 
 class Model:
-    """``memory[buffer][rank]`` and the results that the library made: ``made[step][rank of the communicator]``."""
+    """Expected ``memory[buffer][rank]`` and allocated results ``made[step][rank of the
+    communicator]``.
+    """
 
     def __init__(self, program: at.Program) -> None:
         self.comms = {0: at.Comm(0, tuple(range(program.nranks)))}
@@ -66,7 +70,7 @@ class Model:
                     self.apply(part)
 
     def _part(self, view: at.View, comm: int, rank: int, span: int) -> Array:
-        """Where a view lies on a rank of a communicator."""
+        """Return the slice of a view on a rank of a communicator."""
         return self.memory[view.buffer][self.comms[comm].ranks[rank]][view.of(span)]
 
     def _call(self, call: at.Call) -> None:
@@ -95,7 +99,7 @@ def reduction(call: at.Call, arrays: Sequence[Array]) -> Array:
 
 
 def results_of(call: at.Call, inputs: Sequence[Array]) -> list[Array | None]:
-    """What each rank gets; None: nothing."""
+    """Return each rank's result, or None."""
     n = len(inputs)
     match call.name:
         case "all_reduce":

@@ -1,4 +1,4 @@
-"""Starts ranks, gives them programs, and ends them when they fail or take too long."""
+"""Starts ranks, sends them programs, and ends them when they fail or take too long."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOOK_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Which programs: these seeds, ``apis`` in turns."""
+    """Programs to run: these seeds, ``apis`` in turn."""
 
     seeds: range
     nranks: int
@@ -48,7 +48,7 @@ class Outcome:
 
 
 class Crew:
-    """The processes of all ranks, which run one program after another."""
+    """Processes of all ranks, which run one program after another."""
 
     def __init__(self, job: Job, folder: Path) -> None:
         self._folder, self._job = folder, job
@@ -75,7 +75,10 @@ class Crew:
         self._answers.put((rank, ""))
 
     def run(self, seed: int, number: int, stands_still: Callable[[], bool] = lambda: False) -> str:
-        """What went wrong, or nothing. Ranks that have not ended by the limit, or when ``stands_still``, do not end."""
+        """Run a program and return the failure, or an empty string.
+
+        Ranks that have not finished by the limit, or when ``stands_still``, are reported as hung.
+        """
         job = self._job
         order = {
             "seed": seed,
@@ -125,7 +128,7 @@ class Crew:
         )
 
     def _dump(self, late: list[int]) -> list[str]:
-        """What ranks wrote to the standard error; those that are late write their stacks first."""
+        """Return the standard error of all ranks; hung ranks write their stacks first."""
         for rank in late:
             if self._ranks[rank].poll() is None:
                 self._ranks[rank].send_signal(signal.SIGUSR1)
@@ -134,14 +137,14 @@ class Crew:
         return [self.written(rank) for rank in range(len(self._ranks))]
 
     def written(self, rank: int) -> str:
-        """What a rank has written to the standard error."""
+        """Return the standard error of a rank."""
         return (self._folder / f"stderr-{rank}").read_text(errors="replace")[-5000:]
 
     def send_signal(self, rank: int, signal_number: int) -> None:
         self._ranks[rank].send_signal(signal_number)
 
     def end(self, kill: bool) -> list[int]:
-        """Exit statuses."""
+        """End the processes and return their exit statuses."""
         for process in self._ranks:
             assert process.stdin is not None
             if kill:
@@ -162,7 +165,7 @@ class Crew:
 
 
 def conduct(job: Job, say: Callable[[str], None]) -> Outcome:
-    """Run the programs; after one that fails, in new processes."""
+    """Run the programs; after a failure, in new processes."""
     outcome, begin, crew, first = Outcome(), time.monotonic(), None, 0
     last_said = begin
     with tempfile.TemporaryDirectory(prefix="programs-") as name:

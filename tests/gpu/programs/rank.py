@@ -1,4 +1,7 @@
-"""One rank runs programs: ``python -m tests.gpu.programs.rank``; a line of JSON for each program comes in, one for its end goes out."""
+"""One rank that runs programs: ``python -m tests.gpu.programs.rank``; a line of JSON per program
+in,
+one per result out.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ NOTE_BYTES = 1024
 
 
 class Notes:
-    """Where the rank is, in a file, which survives it."""
+    """Progress of the rank, in a file that survives it."""
 
     def __init__(self, path: Path) -> None:
         path.write_bytes(bytes(NOTE_BYTES))
@@ -91,7 +94,7 @@ class Rank:
     # ---- steps
 
     def _index(self, comm: int) -> int | None:
-        """This rank's number in a communicator."""
+        """Return this rank's index in a communicator."""
         ranks = self.model.comms[comm].ranks
         return ranks.index(self._rank) if self._rank in ranks else None
 
@@ -145,7 +148,7 @@ class Rank:
             self._step(step)
 
     def _dawdle(self, stream: int) -> None:
-        """Ranks are never at the same place."""
+        """Sleep at random, so that ranks diverge."""
         chance = self._random.random()
         if chance < 0.06:
             time.sleep(self._random.random() * 0.002)
@@ -268,7 +271,7 @@ def _place_of(device: str, rank: int, meeting: dict[str, Any]) -> Cpu:
 
 
 def touched(steps: Any) -> set[int]:
-    """Buffers of these steps, of those in graphs only where they are replayed with what fills them."""
+    """Return the buffers of these steps; those of graphs only where they are replayed and filled."""
     found: set[int] = set()
     for step in steps:
         match step:
@@ -288,7 +291,7 @@ def touched(steps: Any) -> set[int]:
 
 
 def main() -> None:
-    """Each line: seed, api, nranks, device, options of ``draw``, and where to meet."""
+    """Read lines of seed, api, nranks, device, options of ``draw``, and rendezvous."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     notes = Notes(folder / f"notes-{rank}")

@@ -1,4 +1,4 @@
-"""What a program is made of: buffers, communicators and steps. Records alone, alike on every rank."""
+"""Records of a program: buffers, communicators and steps, the same on every rank."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from miraccl.types import DType
 
 @dataclass(frozen=True)
 class Buffer:
-    """An array of every rank. ``window``: the communicator in whose window memory it lies; ``skews``: where it begins in its allocation,
-    in elements, rank by rank."""
+    """Array of every rank.
+
+    ``window``: communicator in whose window memory it is. ``skews``: start in its allocation in
+    elements, by rank.
+    """
 
     number: int
     dtype: DType
@@ -24,7 +27,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Comm:
-    """Communicator ``number`` of these ranks of the world, in its order."""
+    """Communicator ``number`` of these world ranks, in its order."""
 
     number: int
     ranks: tuple[int, ...]
@@ -32,7 +35,9 @@ class Comm:
 
 @dataclass(frozen=True)
 class View:
-    """Parts of a buffer: first element and count for each rank of a communicator; every ``step``-th element."""
+    """Parts of a buffer: first element and count by rank of a communicator; every ``step``-th
+    element.
+    """
 
     buffer: int
     spans: tuple[tuple[int, int], ...]
@@ -45,10 +50,11 @@ class View:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A collective. Without ``out`` the result goes to ``x``, or to an array that the library ``makes``.
+    """Collective.
 
-    ``counts``: elements of each rank's block; of ``all_to_all`` a row for each rank.  ``form`` is how it is called: "plain", "async" (then
-    ``Wait`` has its number), "prepared", and what a dialect has besides.
+    Without ``out`` the result is in ``x``, or in an array that the library allocates (``makes``).
+    ``counts``: elements of each rank's block; for ``all_to_all`` a row per rank. ``form``: "plain",
+    "async" (``Wait`` has its number), "prepared", or a form of the API.
     """
 
     number: int
@@ -73,7 +79,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Message:
-    """``source`` and ``target`` have one span: what rank ``src`` of the communicator sends and rank ``dst`` receives."""
+    """Message from rank ``src`` to rank ``dst`` of the communicator; ``source`` and ``target`` have
+    one size.
+    """
 
     src: int
     dst: int
@@ -83,7 +91,9 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Messages:
-    """Messages that are sent one after another ("plain"), each with "sendrecv", in a "group", or in the background ("async")."""
+    """Messages, sent one after another ("plain"), by "sendrecv", in a "group", or in the background
+    ("async").
+    """
 
     number: int
     comm: int
@@ -99,7 +109,9 @@ class Messages:
 
 @dataclass(frozen=True)
 class Batch:
-    """Calls and messages that start together, of different memory: a group, or PyTorch's coalescing manager."""
+    """Calls and messages on disjoint memory that start together: a group, or PyTorch's coalescing
+    manager.
+    """
 
     number: int
     steps: tuple[Call | Messages, ...]
@@ -107,7 +119,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Wait:
-    """For the step of this number, in a stream or (``on_host``) on the host."""
+    """Wait for the step of this number, in a stream or (``on_host``) on the host."""
 
     number: int
     stream: int
@@ -117,7 +129,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Fill:
-    """New values of a kind (``values.KINDS``) for the whole buffer."""
+    """New values of a kind (``values.KINDS``) for a whole buffer."""
 
     buffer: int
     kind: str
@@ -127,7 +139,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class Copy:
-    """Between buffers of one type, on each rank, without communication."""
+    """Copy between buffers of one type on each rank, without communication."""
 
     source: View
     target: View
@@ -142,7 +154,9 @@ class Barrier:
 
 @dataclass(frozen=True)
 class Split:
-    """``comms`` come out of ``parent``; whoever is in none of them takes part without getting one. ``keys``: of the parent's ranks."""
+    """Split of ``parent`` into ``comms``; ranks in none of them take part as well. ``keys``: of the
+    parent's ranks.
+    """
 
     parent: int
     comms: tuple[Comm, ...]
@@ -156,7 +170,7 @@ class Finalize:
 
 @dataclass(frozen=True)
 class Graph:
-    """``body`` is captured in ``stream`` (without a GPU: only remembered) and runs with every ``Replay``."""
+    """Capture of ``body`` in ``stream`` (without a GPU: recorded only), run by every ``Replay``."""
 
     number: int
     body: tuple[Step, ...]
@@ -171,14 +185,14 @@ class Replay:
 
 @dataclass(frozen=True)
 class Beside:
-    """Threads of every rank, one for each list of steps: these have neither memory nor communicators in common."""
+    """Threads of every rank, one per list of steps, with disjoint memory and communicators."""
 
     bodies: tuple[tuple[Step, ...], ...]
 
 
 @dataclass(frozen=True)
 class Check:
-    """Wait for everything that is in streams, and compare all memory."""
+    """Wait for all streams and compare all memory."""
 
 
 Step = (
@@ -200,8 +214,11 @@ Step = (
 
 @dataclass
 class Program:
-    """``device``: "cpu", "cuda", or "emulated", a GPU without a GPU, where calls name their stream. ``options`` are those of
-    ``miraccl.init``."""
+    """Random program.
+
+    ``device``: "cpu", "cuda", or "emulated", where calls name their stream. ``options``: of
+    ``miraccl.init``.
+    """
 
     seed: int
     api: str

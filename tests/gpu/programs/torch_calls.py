@@ -1,4 +1,4 @@
-"""A program's steps as calls of ``torch.distributed``, on any backend."""
+"""Steps of a program as calls of ``torch.distributed``, on any backend."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ JUNK = 77
 
 
 class TorchCalls:
-    """The process groups of one rank."""
+    """Process groups of one rank."""
 
     def __init__(
         self, program: at.Program, rank: int, nranks: int, meeting: dict[str, Any], place: Cpu
@@ -42,7 +42,7 @@ class TorchCalls:
 
     @property
     def leaves_behind(self) -> bool:
-        """Whether there may be operations under way that nobody waits for."""
+        """Return True if operations may be pending without a waiter."""
         return bool(self._junk)
 
     def empty(self, comm: int) -> Callable[..., Any]:
@@ -97,7 +97,7 @@ class TorchCalls:
         raise ValueError(call.name)
 
     def _splits(self, call: at.Call, index: int) -> tuple[Any, Any]:
-        """Of the output and of the input."""
+        """Return the splits of the output and of the input."""
         if not call.uneven:
             return None, None
         return [row[index] for row in call.counts], list(call.counts[index])
@@ -126,7 +126,9 @@ class TorchCalls:
         raise ValueError(call.name)
 
     def _functional(self, call: at.Call, index: int, x: Any, group: Any) -> Any:
-        """PyTorch 2.11 refuses some of these calls for tensors with strides, before any backend sees them."""
+        """Run a functional collective; PyTorch 2.11 rejects some strided tensors before any backend
+        sees them.
+        """
         match call.name:
             case "all_reduce":
                 return functional.all_reduce(x, _FUNCTIONAL_OPS[call.op], group)
@@ -145,7 +147,7 @@ class TorchCalls:
         raise ValueError(call.name)
 
     def _dropped(self, call: at.Call, index: int, x: Any, group: Any) -> Any:
-        """An operation on a copy, which every other rank lets go of at once; where that was comes other memory."""
+        """Run an operation on a copy that every other rank frees at once and reuses."""
         copy = x.clone()
         work = dist.all_reduce(copy, self._operator(call, index), group=group, async_op=True)
         if (index + call.number) % 2:

@@ -1,7 +1,7 @@
-"""What programs put into memory, and how far sums of it are exact.
+"""Values of programs, and the bounds within which their sums are exact.
 
-Every value that a reduction may meet is small enough for its sum to be exact in its type, in every order: so all algorithms must give the
-same bits.  Everything else has all bit patterns.
+Reduced values are small enough for sums that are exact in their type in every order, so all
+algorithms give the same bits. Other values have arbitrary bit patterns.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ _EXACT = {
 
 
 def exact(dtype: DType, bound: int) -> bool:
-    """Whether whole numbers of at most this magnitude are values of the type; integers wrap around, always alike."""
+    """Return True if integers up to this magnitude are values of the type; integer types wrap
+    around.
+    """
     return not dtype.is_float or bound <= _EXACT[dtype]
 
 
 def bound_of(dtype: DType, kind: str) -> int | None:
-    """The magnitude of whole numbers; None: anything."""
+    """Return the magnitude bound of a kind of values; None: unbounded."""
     if not dtype.is_float:
         return 0
     return {"wild": None, "tame": _TAME[dtype], "unit": 1}[kind]
@@ -48,7 +50,7 @@ def bound_of(dtype: DType, kind: str) -> int | None:
 
 @functools.cache
 def pool(dtype: DType, kind: str) -> np.ndarray:
-    """Values to take parts from, always the same."""
+    """Return the constant pool from which values are taken."""
     rng = np.random.default_rng([int(dtype), KINDS.index(kind)])
     if kind == "wild" or not dtype.is_float:
         return ref.wild(rng, dtype, POOL)
@@ -58,7 +60,9 @@ def pool(dtype: DType, kind: str) -> np.ndarray:
 
 
 def parts(count: int, rank: int, salt: int) -> list[tuple[int, int, int]]:
-    """(place in the buffer, place in the pool, count) of what fills ``count`` elements of a rank."""
+    """Yield (position in the buffer, position in the pool, count) that fill ``count`` elements of a
+    rank.
+    """
     at = (salt * 7919 + rank * 104729) % POOL
     found = []
     done = 0

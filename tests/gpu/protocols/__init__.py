@@ -1,6 +1,6 @@
-"""What the GPU kernels' threads say to one another, as small programs whose every interleaving is looked at.
+"""Models of the kernels' communication, small programs whose interleavings are all explored.
 
-``program`` has cells of memory and what threads do with them, ``search`` goes through all orders, ``order`` proves the same for sizes
-that no search can go through. ``shots``, ``ring``, ``chain``, ``trees``, ``steps``, ``rows`` and ``chunks`` are the kernels,
-``staged`` is copy engines.
+``program`` has memory cells and thread operations, ``search`` explores all orders, ``order`` proves
+the same for sizes that no search can explore. ``shots``, ``ring``, ``chain``, ``trees``, ``steps``,
+``rows`` and ``chunks`` model the kernels, ``staged`` models copy engines.
 """

@@ -1,4 +1,7 @@
-"""``chain`` (source/chain.cuh) with acks and hellos (source/acks.cuh): from rank 0 to rank n - 1, a warp for each rank."""
+"""Model of ``chain`` (source/chain.cuh) with acks and hellos (source/acks.cuh): rank 0 to n - 1,
+one
+warp each.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,11 @@ def chain(
     greets: bool = True,
     banks: int = 2,
 ) -> System:
-    """Weaker forms: ``settles``: an ack is sent when what it is about has been seen cleared; ``early``: pieces by which a sender runs ahead
-    of its acks; ``all_acks``: also those that the sender does not wait for are sent."""
+    """Return the model; the options weaken it.
+
+    ``settles``: an ack is sent after its slot has been seen cleared. ``early``: tiles by which a
+    sender runs ahead of its acks. ``all_acks``: also send acks that are never awaited.
+    """
     system = System(nranks)
     for rank in range(nranks):
         thread, first, last = system.thread(rank), rank == 0, rank == nranks - 1

@@ -1,8 +1,8 @@
-"""Large messages: blocks that copy chunks through a pool of slots (source/bulk.cuh), to rank 0 from the others.
+"""Model of large messages: blocks copy chunks through a pool of slots (source/bulk.cuh), to rank 0.
 
-A queue has blocks at its sender and blocks at the receiver, each of which is a thread. The receiver's block that counts up ``ended`` last
-grants the next message; which one that is is left to chance, so a thread of its own does it, which sees what all have ended. A chunk is two
-cells, whose stores land in any order.
+A queue has sender and receiver blocks, one thread each. The receiver block that finishes last
+grants the next message; any block may be the last, so a separate thread, which sees that all have
+finished, does it. A chunk is two cells, whose stores land in any order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ HALVES = range(2)
 
 @dataclass(frozen=True)
 class Queue:
-    """Large messages of a launch from ``sender``, as their chunks, and the part of the receiver's pool that they may use."""
+    """Large messages of a launch from ``sender``, as chunks, and their share of the receiver's
+    pool.
+    """
 
     sender: int
     messages: Sequence[int]
@@ -27,9 +29,12 @@ class Queue:
 
 @dataclass(frozen=True)
 class Rules:
-    """Weaker forms: ``fences``: before a chunk is said to have arrived; ``waits_freed``: for a slot that the message has used before;
-    ``waits_grant``: for a message to be begun by the receiver; ``all_freed``: slots are said to be free also where the message does not use
-    them again."""
+    """Options that weaken the model.
+
+    ``fences``: fence before a chunk is marked arrived. ``waits_freed``: wait for a reused slot.
+    ``waits_grant``: wait for the receiver to begin a message. ``all_freed``: also free slots that
+    the message does not reuse.
+    """
 
     fences: bool = True
     waits_freed: bool = True
@@ -45,7 +50,7 @@ def chunks(
     taking: int,
     ordered: bool = False,
 ) -> System:
-    """A queue has ``blocks`` blocks at its sender and ``taking`` at the receiver."""
+    """Return the model; a queue has ``blocks`` sender blocks and ``taking`` receiver blocks."""
     senders = sorted({queue.sender for queues in launches for queue in queues})
     system = System(1 + len(senders), ordered=ordered)
     for src in senders:
@@ -79,7 +84,7 @@ def chunks(
 
 
 def _send(thread: Thread, queue: Queue, rules: Rules, number: int, mine: range) -> None:
-    """``send_bulk``, one message."""
+    """Model one message of ``send_bulk``."""
     if rules.waits_grant:
         thread.wait_for(grant_of(queue.sender), number)
     for k in mine:
@@ -98,7 +103,7 @@ def _send(thread: Thread, queue: Queue, rules: Rules, number: int, mine: range) 
 def _receive(
     thread: Thread, queue: Queue, rules: Rules, number: int, mine: range, count: int
 ) -> None:
-    """``receive_bulk``, one message."""
+    """Model one message of ``recv_bulk``."""
     for k in mine:
         place, tag = k % queue.slots, chunk_tag(queue.sender, number, k)
         thread.wait_for(arrived_of(queue.slot + place), tag)

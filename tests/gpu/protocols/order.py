@@ -41,14 +41,17 @@ class Store:
 
 
 def unordered(system: System) -> str:
-    """What is left to chance, empty if nothing."""
+    """Return what is left to chance; empty if nothing."""
     return _Run(system).run()
 
 
 def unkept(system: System) -> str:
-    """What of the promise of a launch is not kept, empty if all is: a rank that ends it has heard, directly or through others, that every
-    other one has begun it; and nothing is in its own bank or on the way there. So whoever begins the launch after the next finds
-    the bank of this one empty on all ranks, whatever kernels there are."""
+    """Return the violated guarantees of a launch; empty if none.
+
+    A rank that ends it has learned, directly or through others, that every rank has begun it; and
+    its own half of the packet buffer is empty, with no store in flight to it. So a rank that begins
+    the launch after the next finds that half empty on all ranks, whatever the kernels are.
+    """
     run = _Run(system)
     return run.run() or run.promise()
 
@@ -86,7 +89,7 @@ class _Run:
         return self.wrong or self.look_back()
 
     def do(self, thread: int, op: Op) -> bool:
-        """One operation, or False if it has to wait."""
+        """Perform one operation; return False if it has to wait."""
         known, place = self.known[thread], self.places[thread]
         if op.code in (Code.STORE, Code.CLEAR):
             self.issue(thread, op)
@@ -128,7 +131,9 @@ class _Run:
         self.flying[thread].append((op.cell, len(history)))
 
     def met(self, op: Op) -> int | None:
-        """Of which store, counted from 1, a read gets the value; None if that has not been sent."""
+        """Return the number (from 1) of the store whose value a read gets; None if it has not been
+        sent.
+        """
         history = self.stores[op.cell]
         last = history[-1].value if history else EMPTY
         if op.code is Code.REACH:
@@ -145,7 +150,7 @@ class _Run:
         return len(history)
 
     def end(self, thread: int, op: Op) -> bool:
-        """All threads of a rank together; what they sent to their rank's own memory has landed."""
+        """End all threads of a rank together; their stores to the rank's own memory have landed."""
         rank = self.ranks[thread]
         team = [other for other, mine in enumerate(self.ranks) if mine == rank]
         for other in team:

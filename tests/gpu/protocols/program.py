@@ -25,7 +25,7 @@ LAUNCH = 1 << 20  # values are numbers, above them that of the launch
 
 
 class Kind(enum.Enum):
-    """What a cell is for, and what must not happen to it."""
+    """Purpose of a cell, and the errors it must not have."""
 
     PACKET = enum.auto()  # written only while it is empty; whoever reads it clears it
     BUFFER = enum.auto()  # read when something else says so; written over only what has been read
@@ -63,7 +63,7 @@ class Op(NamedTuple):
 
 @dataclass
 class Thread:
-    """Of ``rank``. Its methods add to what it does; a kernel's model calls them as the kernel does."""
+    """Thread of ``rank``; a kernel's model appends its operations by these methods."""
 
     system: System
     rank: int
@@ -72,40 +72,42 @@ class Thread:
     launch: int = 0
 
     def begin(self, launch: int, bank: int) -> None:
-        """A launch begins, and may use any place of its bank on any rank: nothing of an earlier one may be there or under way."""
+        """Begin a launch, which may use its half on any rank: no earlier data may be there or in
+        flight.
+        """
         self.launch = launch
         self.ops.append(Op(Code.BEGIN, bank, launch))
 
     def end(self) -> None:
-        """The kernel ends, on all threads of the rank."""
+        """End the kernel, on all threads of the rank."""
         self.ops += [Op(Code.COME, 0, self.launch), Op(Code.END, 0, self.launch)]
 
     def store(self, cell: Cell, number: int) -> None:
         self._add(Code.STORE, cell, number)
 
     def clear(self, cell: Cell, number: int = 0) -> None:
-        """Of a packet: the one that this thread has taken."""
+        """Clear a packet that this thread has received."""
         self._add(Code.CLEAR, cell, number)
 
     def take(self, cell: Cell, number: int) -> None:
-        """Wait until a packet is there; it has to be this one. It is cleared."""
+        """Wait for a packet, which must be this one, and clear it."""
         self._add(Code.TAKE, cell, number)
         self.clear(cell, number)
 
     def seen_empty(self, cell: Cell) -> None:
-        """Wait until what this thread cleared is read as cleared (``await_cleared``)."""
+        """Wait until loads return a cell cleared by this thread as cleared (``await_cleared``)."""
         self._add(Code.SEEN, cell, 0)
 
     def reach(self, cell: Cell, number: int) -> None:
-        """Wait until a counter is ``number`` at least."""
+        """Wait until a counter is at least ``number``."""
         self._add(Code.REACH, cell, number)
 
     def read(self, cell: Cell, number: int) -> None:
-        """What is there has to be this."""
+        """Read a value, which must be this one."""
         self._add(Code.READ, cell, number)
 
     def wait_for(self, cell: Cell, number: int) -> None:
-        """Wait until this very value is there."""
+        """Wait for exactly this value."""
         self._add(Code.AWAIT, cell, number)
 
     def fence(self) -> None:
@@ -122,8 +124,11 @@ class Thread:
 
 
 class System:
-    """All ranks. ``ordered``: stores of a rank to one cell land in the order of their issue whichever of its threads issued them, else
-    only those of one thread."""
+    """All ranks.
+
+    ``ordered``: stores of a rank to one cell land in issue order for all its threads, else only for
+    each thread.
+    """
 
     def __init__(self, nranks: int, *, ordered: bool = True) -> None:
         self.nranks, self.ordered = nranks, ordered
@@ -142,7 +147,7 @@ class System:
         return self.threads[-1]
 
     def value(self, cell: int, value: int) -> str:
-        """What a cell holds, in words."""
+        """Return a cell's value as text."""
         if value == EMPTY:
             return "nothing"
         launch, number = divmod(abs(value), LAUNCH)
@@ -153,7 +158,7 @@ class System:
         return f"{self.cells[cell].name} at rank {self.cells[cell].rank}"
 
     def texts(self, ops: Sequence[Op]) -> str:
-        """Operations in a row, where to take is to clear."""
+        """Return operations as text; a take includes its clear."""
         alone = [
             op
             for before, op in zip([None, *ops], ops)

@@ -1,4 +1,4 @@
-"""``ring``: source/ring.cuh."""
+"""Model of ``ring`` (source/ring.cuh)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ def ring(
     settles: bool = True,
     banks: int = 2,
 ) -> System:
-    """An iteration takes hop t of piece j - 1 - t, for all t, and pushes hop t + 1 of it; then hop 0 of piece j."""
+    """Return the model: an iteration receives hop t of tile j - 1 - t, for all t, and sends hop t +
+    1;
+    then hop 0 of tile j.
+    """
     system, hops = System(nranks), 2 * (nranks - 1)
     for rank in range(nranks):
         thread, after = system.thread(rank), (rank + 1) % nranks

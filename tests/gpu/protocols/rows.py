@@ -1,4 +1,4 @@
-"""Messages in rows: a lane from rank 0 to rank 1 (``send_warp_queue`` and ``recv_warp_queue`` of source/p2p.cuh), a warp on each side."""
+"""Model of messages in rows: a warp queue from rank 0 to rank 1 (source/p2p.cuh), one warp each."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ PHASE = dict.fromkeys(Code, 0) | {
 
 
 class Flight(NamedTuple):
-    """A store under way: ``source`` is the rank, or the thread where only its own stores are ordered."""
+    """Store in flight; ``source`` is the rank, or the thread if only its own stores are ordered."""
 
     source: int
     cell: int
@@ -54,7 +54,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has found: ``wrong`` is empty if nothing."""
+    """Result of a search; ``wrong`` is empty if there is no error."""
 
     wrong: str
     states: int
@@ -69,7 +69,7 @@ class Wrong(Exception):
 
 
 def search(system: System, *, every: bool = False, most: int = 150_000) -> Found:
-    """Look at all that can happen; ``most`` states, then ``OverflowError``."""
+    """Explore all behaviours; raise ``OverflowError`` beyond ``most`` states."""
     return _Search(system, every).run(most)
 
 
@@ -131,7 +131,9 @@ class _Search:
         return Found("", len(before))
 
     def moves(self, state: State) -> list[tuple[int, int]]:
-        """(-1, thread) for its next operations, (number, -1) for a flight that lands."""
+        """Yield (-1, thread) for a thread's next operations and (number, -1) for a store that
+        lands.
+        """
         found = [
             (-1, thread)
             for thread, place in enumerate(state.places)
@@ -167,7 +169,7 @@ class _Search:
         cells[flight.cell] = flight.value
 
     def advance(self, state: State, thread: int) -> State | None:
-        """The thread's next operations, None if it waits."""
+        """Return the state after a thread's next operations; None if it waits."""
         ops, place, phase = self.ops[thread], state.places[thread], 0
         cells, flights = list(state.cells), list(state.flights)
         while place < len(ops) and (PHASE[ops[place].code] >= phase or self.is_lazy(ops[place])):
@@ -194,7 +196,9 @@ class _Search:
     def clears_land(
         self, op: Op, thread: int, cells: list[int], flights: list[Flight]
     ) -> list[Flight]:
-        """Those of packets that ``op`` would wait for. (Where it goes on waiting for something else, they might as well land later.)"""
+        """Land the clears of packets that ``op`` waits for; if it keeps waiting, they might land
+        later.
+        """
         if self.every or op.code not in (Code.TAKE, Code.SEEN, Code.FENCE, Code.END):
             return flights
         kept = []
@@ -212,7 +216,7 @@ class _Search:
     def may(
         self, op: Op, thread: int, places: tuple[int, ...], cells: list[int], flights: list[Flight]
     ) -> bool:
-        """Whether the thread may go on with ``op``."""
+        """Return True if the thread may perform ``op``."""
         there = EMPTY
         if Code.TAKE <= op.code <= Code.SEEN:
             if any(flight.thread == thread and flight.cell == op.cell for flight in flights):
@@ -289,7 +293,7 @@ class _Search:
                 raise Wrong(f"WRONG: a store to {self.system.place(flight.cell)} is under way")
 
     def at_end(self, state: State) -> str:
-        """What is wrong where nothing can happen any more."""
+        """Return the errors of a state in which nothing can happen any more."""
         waiting = [
             thread for thread, place in enumerate(state.places) if place < len(self.ops[thread])
         ]

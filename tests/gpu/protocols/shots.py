@@ -1,4 +1,6 @@
-"""``one_shot`` and ``two_shot``: source/tiled.cuh where slots are used again, single_tile.cuh and fanout.cuh of one piece."""
+"""Models of ``one_shot`` and ``two_shot``: source/tiled.cuh with reused slots, single_tile.cuh and
+fanout.cuh.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ def shots(
     settles: bool = True,
     banks: int = 2,
 ) -> System:
-    """``rounds``: 2 for two_shot. ``settles``: whether a thread sees cleared what it cleared before it pushes on."""
+    """Return the model of tiled shots.
+
+    ``rounds``: 2 for two_shot. ``settles``: a thread sees cleared what it cleared before it sends
+    on.
+    """
     system = System(nranks)
     for rank in range(nranks):
         thread = system.thread(rank)
@@ -105,8 +111,11 @@ def _launch(
 def rooted(
     nranks: int, *, falls: bool, launches: int = 1, greets: bool = True, banks: int = 2
 ) -> System:
-    """One_shot of ``broadcast`` (``falls``) or ``reduce`` from or to rank 0, whose pieces all have room. A rank has two threads; the first
-    has packet 0, which goes from all to all (``moves`` of shots.cuh) if ``greets``."""
+    """Return the model of a rooted one_shot, whose tiles all have slots, from or to rank 0.
+
+    ``falls``: broadcast, else reduce. A rank has two threads; the first has packet 0, sent between
+    all ranks (``carries`` of shots.cuh) if ``greets``.
+    """
     system = System(nranks)
 
     def moves(src: int, dst: int, number: int) -> bool:

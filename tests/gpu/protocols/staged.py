@@ -1,7 +1,9 @@
-"""Copies through staging memory (executor/cuda/staged_copies.py) between two meetings of all ranks (source/device_barrier.cuh).
+"""Model of copies through staging memory (executor/cuda/staged_copies.py) between two device
+barriers.
 
-A thread for each stream: one in which the operation is, one for each direction of a pair that talks. What a stream copies is there before
-the words that it writes behind (cuStreamWriteValue has a barrier). A chunk is two cells, whose stores land in any order.
+One thread per stream: that of the operation, and one per direction of a communicating pair. Copies
+of a stream are visible before the words it writes behind them (cuStreamWriteValue has a barrier). A
+chunk is two cells, whose stores land in any order.
 """
 
 from __future__ import annotations
@@ -27,8 +29,12 @@ CHUNK = layout.KIB  # bytes; how many are of no matter
 
 @dataclass(frozen=True)
 class Rules:
-    """Weaker forms: ``early``: chunks by which a sender runs ahead of the slots; ``fences``: before a word is written; ``all_free``: a slot
-    is said to be free also where it is not used again; ``meets``: also at the end."""
+    """Options that weaken the model.
+
+    ``early``: chunks by which a sender runs ahead of the slots. ``fences``: fence before a word is
+    written. ``all_free``: also free slots that are not reused. ``meets``: barrier at the end as
+    well.
+    """
 
     early: int = 0
     fences: bool = True
@@ -37,7 +43,10 @@ class Rules:
 
 
 def staged(schedule: Schedule, rules: Rules, *, chunks: int, operations: int = 1) -> System:
-    """``chunks`` of a block, ``operations`` in a row. Each meeting is a launch; what is staged belongs to the bank of the first one."""
+    """Return the model of ``operations`` with ``chunks`` of a block.
+
+    Each barrier is a launch; staged data belong to the half of the first one.
+    """
     system, stage = (
         System(schedule.nranks),
         StagingLayout.of(schedule, layout.COPY_SLOTS * schedule.nranks * CHUNK),
@@ -58,7 +67,7 @@ def staged(schedule: Schedule, rules: Rules, *, chunks: int, operations: int = 1
 
 @dataclass
 class _Streams:
-    """Of a rank."""
+    """Streams of a rank."""
 
     system: System
     main: Thread
@@ -115,7 +124,7 @@ class _Streams:
         self.meet(launch + 1)
 
     def meet(self, launch: int) -> None:
-        """``device_barrier``: a launch, whose end all streams wait for."""
+        """Model ``device_barrier``: a launch whose end all streams wait for."""
         rank, nranks = self.main.rank, self.system.nranks
         self.main.begin(launch, launch % 2)
         for thread in self.directions.values():

@@ -1,7 +1,8 @@
-"""Protocol Simple: a block that walks over the steps of a schedule (source/steps.cuh), and the board on which ranks hear of one another.
+"""Model of protocol Simple: a block that executes a schedule (source/steps.cuh), and the op log.
 
-One block for each rank: blocks of equal number have FIFOs, heads, tails and signals of their own. A message is two cells, whose stores land
-in any order. Memory that steps address without a FIFO is not here: ``schedule.verify`` looks at it, on what signals say.
+One block per rank: blocks of equal number have FIFOs, heads, tails and signals of their own. A
+message is two cells, whose stores land in any order. Memory that steps address without a FIFO is
+checked by ``schedule.verify`` instead.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ HALVES = range(2)
 
 @dataclass(frozen=True)
 class Rules:
-    """``reads``: FIFOs are in the sender's memory, and receivers read over the link. The others are weaker forms: ``left``: a slot is
-    written when all but ``nslots - left`` messages have been taken; ``fences``: before a tail; ``last_heads``: a sender waits for its heads
-    before it clears them; ``hears``: a rank hears of all others before it ends; ``entries``: of the board."""
+    """Options of the model; all but ``reads`` weaken it.
+
+    ``reads``: FIFOs are in the sender's memory and receivers read over the link. ``left``: a slot
+    is written when all but ``nslots - left`` messages have been received. ``fences``: fence before
+    a tail. ``last_heads``: a sender waits for its heads before it clears them. ``hears``: a rank
+    waits for all op records before it ends. ``entries``: entries of the op log.
+    """
 
     nslots: int
     reads: bool = False
@@ -36,7 +41,7 @@ class Rules:
 def steps(
     schedule: Schedule, rules: Rules, *, rounds: int = 1, launches: int = 1, banks: int = 2
 ) -> System:
-    """Channel 0; ``rounds``: pieces that a block moves of each chunk."""
+    """Return the model of channel 0; ``rounds``: tiles that a block moves of each chunk."""
     system = System(schedule.nranks)
     for rank, program in enumerate(schedule.channels[0]):
         thread = system.thread(rank)
@@ -54,7 +59,7 @@ def steps(
 
 
 def line(nranks: int, messages: int) -> Schedule:
-    """A broadcast in a chain of as few messages as a search can follow."""
+    """Return a broadcast along a chain with few enough messages for a search."""
     first, last = [send(inp(0), 1)] * messages, [recv(out(0), nranks - 2)] * messages
     between = (
         [recv_copy_send(out(0), rank - 1, rank + 1)] * messages for rank in range(1, nranks - 1)
@@ -64,7 +69,7 @@ def line(nranks: int, messages: int) -> Schedule:
 
 @dataclass
 class _Block:
-    """In one launch."""
+    """Block of a rank in one launch."""
 
     thread: Thread
     rules: Rules

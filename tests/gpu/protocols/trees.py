@@ -1,6 +1,6 @@
-"""Double binary trees: source/tree.cuh, with acks and hellos (source/acks.cuh) where data go one way only.
+"""Model of double binary trees: source/tree.cuh, with acks and hellos (source/acks.cuh) if one-way.
 
-A thread of each rank for each tree, as the warps of a launch belong to the two trees in turns.
+One thread per rank and tree, since the warps of a launch alternate between the trees.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ def trees(
     greets: bool = True,
     banks: int = 2,
 ) -> System:
-    """``which``: the trees. Weaker forms: ``settles``: what is to be used again is seen cleared; ``early``: pieces by which a sender runs
-    ahead of its acks."""
+    """Return the model of the trees ``which``; the options weaken it.
+
+    ``settles``: slots to be reused are seen cleared. ``early``: tiles by which a sender runs ahead
+    of its acks.
+    """
     system = System(nranks)
     places = [double_binary_tree.tree_positions(collective, rank, nranks) for rank in range(nranks)]
     for rank in range(nranks):
@@ -74,7 +77,7 @@ def trees(
 
 @dataclass
 class _Warp:
-    """In one launch."""
+    """Warp of a rank in one launch."""
 
     thread: Thread
     tree: int
@@ -94,7 +97,7 @@ class _Warp:
         )
 
     def rise(self, j: int) -> None:
-        """Piece ``j`` of the children, and on to the parent."""
+        """Receive tile ``j`` of the children and send it to the parent."""
         if not self.rises or j >= self.pieces:
             return
         for c, _ in enumerate(self.down):
@@ -103,7 +106,10 @@ class _Warp:
             self.thread.store(self.source_place(self.up, j, f"child {self.child}"), j)
 
     def fall(self, j: int) -> None:
-        """Piece ``j - lag`` of the parent, and on to the children; the root turns piece ``j`` around."""
+        """Receive tile ``j - lag`` of the parent and send it to the children; the root reflects
+        tile
+        ``j``.
+        """
         k = j if self.up is None else j - self.lag
         if not self.falls or not 0 <= k < self.pieces:
             return
@@ -135,7 +141,7 @@ class _Warp:
                 self.thread.store(self.ack_place(peer, 0), j + 1)
 
     def acks(self) -> Iterator[Cell]:
-        """From those that this warp sends to."""
+        """Return the acks of the ranks that this warp sends to."""
         if self.rises and self.up is not None:
             yield self.ack_place(self.rank, 0)
         if self.falls:
@@ -144,7 +150,7 @@ class _Warp:
 
     @property
     def child(self) -> int:
-        """Which of its parent's children this is."""
+        """Return the index of this rank among its parent's children."""
         return 0 if self.up is None else self.places[self.up].down.index(self.rank)
 
     def source_place(self, dst: int, k: int, source: str) -> Cell:
