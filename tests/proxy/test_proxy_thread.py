@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from miraccl.errors import CommunicatorClosed, MiracclError
-from miraccl.proxy import Proxy
-from miraccl.proxy import thread as proxy_thread
-from miraccl.proxy.driver import Driver
+from miraccl.proxy import engine
+from miraccl.proxy.engine import ProgressEngine
 from miraccl.transport.base import Fifo, FifoKind, FifoPair, NetConnection
 from miraccl.transport.ends import RecvEnd, SendEnd
 from miraccl.transport.fifo import FifoMemory, Mode, PrivateMemory, memory_at, native_atomics
@@ -41,7 +40,7 @@ class Rig:
         self.news = threading.Condition()
         self.losses = []
         self.woken = 0
-        self.proxy = Proxy(rank=0, wake=self.on_wake, on_lost=on_lost or self.on_lost)
+        self.proxy = ProgressEngine(rank=0, wake=self.on_wake, on_lost=on_lost or self.on_lost)
         self.peers = []
         self.pair = self.attach(7, nstreams)
         self.send = SendEnd(self.pair.send, self.atomics)
@@ -50,7 +49,11 @@ class Rig:
     def attach(self, rank, nstreams=1):
         ends = [socket.socketpair() for _ in range(nstreams)]
         memory = FifoMemory(SLOT), FifoMemory(SLOT)
-        wake_args: Any = {"kind": FifoKind.NET, "doorbell": self.proxy.doorbell, "asleep": self.proxy.asleep}
+        wake_args: Any = {
+            "kind": FifoKind.NET,
+            "doorbell": self.proxy.doorbell,
+            "asleep": self.proxy.asleep,
+        }
         pair = FifoPair(
             send=Fifo.from_address(memory[0].address, SLOT, **wake_args),
             recv=Fifo.from_address(memory[1].address, SLOT, **wake_args),
@@ -155,7 +158,9 @@ def test_posts_come_out_as_frames_and_memory_comes_back(rig):
 
 
 def test_executor_rings_only_while_the_proxy_sleeps(rig):
-    """Eight posts into a sleeping proxy: the first rings; all are sent although nobody rings for a proxy that is awake."""
+    """Eight posts into a sleeping proxy: the first rings; all are sent although nobody rings for a
+    proxy that is awake.
+    """
     for _ in range(50):
         for i in range(8):
             rig.wait(lambda i=i: rig.send.post(bytes([i])))
@@ -195,7 +200,9 @@ def test_bad_frames_end_the_connection_as_protocol_error(rig, name):
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_damaged_frames_never_crash_hang_or_write_elsewhere(data):
-    """One byte of a valid conversation is changed: all is delivered, or the link ends with a named loss; guard bytes stay."""
+    """One byte of a valid conversation is changed: all is delivered, or the link ends with a named
+    loss; guard bytes stay.
+    """
     good = bytearray(b"".join(message(i, b"m" * n) for i, n in enumerate((5, 100, SLOT))))
     at = data.draw(st.integers(0, len(good) - 1))
     good[at] ^= data.draw(st.integers(1, 255))
@@ -280,21 +287,27 @@ def test_on_lost_that_raises_does_not_stop_the_proxy(caplog):
     assert "on_lost failed" in caplog.text
 
 
-def test_bug_in_the_proxy_is_reported_as_internal_loss(rig, monkeypatch, caplog):
+def break_engine(monkeypatch):
+    """Make the Python part of the engine fail when a link has ended."""
+
     def broken(self):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(Driver, "advance", broken)
-    rig.send.post(b"x")
+    monkeypatch.setattr(ProgressEngine, "_report_ended", broken)
+
+
+def test_bug_in_the_engine_is_reported_as_internal_loss(rig, monkeypatch, caplog):
+    break_engine(monkeypatch)
+    rig.peers[0].close()
     loss = rig.loss()
     assert loss.kind is LossKind.INTERNAL
     assert "a bug" in loss.detail
-    assert "the proxy failed" in caplog.text
+    assert "the progress engine failed" in caplog.text
 
 
 @pytest.mark.parametrize("command", ["detach", "abort", "close", "attach"])
-def test_nobody_waits_for_a_proxy_that_has_failed(monkeypatch, command):
-    """A command that comes between the failure and the end of the thread."""
+def test_no_command_waits_for_an_engine_that_has_failed(monkeypatch, command):
+    """Send a command between the failure and the end of the thread."""
     calls = {"detach": ([7],), "abort": ("enough",), "close": (), "attach": ([],)}
     caught: list[CommunicatorClosed] = []
 
@@ -311,15 +324,12 @@ def test_nobody_waits_for_a_proxy_that_has_failed(monkeypatch, command):
         while rig.proxy._commands.empty():
             pass
 
-    def broken(self):
-        raise ZeroDivisionError("a bug")
-
     giver = threading.Thread(target=give)
-    rig = Rig(on_lost=lost)
+    rig = Rig(nstreams=2, on_lost=lost)
     try:
-        monkeypatch.setattr(Driver, "advance", broken)
-        monkeypatch.setattr(proxy_thread, "COMMAND_TIMEOUT_S", 10 * WAIT_S)
-        rig.send.post(b"x")
+        break_engine(monkeypatch)
+        monkeypatch.setattr(engine, "COMMAND_TIMEOUT_S", 10 * WAIT_S)
+        rig.peers[1].close()
         rig.proxy._thread.join(WAIT_S)
         giver.join(WAIT_S)
         assert not giver.is_alive()
@@ -340,7 +350,7 @@ def test_close_twice_and_nothing_after(rig):
     rig.proxy.detach([7], linger=1)
     with pytest.raises(CommunicatorClosed):
         rig.proxy.attach([])
-    assert not [t for t in threading.enumerate() if t.name == "miraccl-proxy-0"]
+    assert not [t for t in threading.enumerate() if t.name == "miraccl-engine-0"]
 
 
 def test_descriptors_are_given_back(rig):
@@ -351,7 +361,7 @@ def test_descriptors_are_given_back(rig):
 
 
 def test_same_peer_twice_is_refused(rig):
-    with pytest.raises(MiracclError, match="rank 7 is attached already"):
+    with pytest.raises(MiracclError, match="rank 7 is already attached"):
         rig.attach(7)
 
 
@@ -388,7 +398,9 @@ def test_detach_sends_what_is_posted_then_close(rig):
 
 
 def test_large_payload_is_sent_from_and_received_into_memory_without_a_copy(rig):
-    """The buffers are larger than any socket buffer: what is on the way lies in the two memories only."""
+    """The buffers are larger than any socket buffer: what is on the way lies in the two memories
+    only.
+    """
     nbytes = 9 << 20
     memory = PrivateMemory(nbytes)
     memory_at(memory.address, nbytes)[:] = os.urandom(nbytes)

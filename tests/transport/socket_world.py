@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from miraccl.deadline import Deadline
-from miraccl.proxy import Proxy
+from miraccl.proxy.engine import ProgressEngine
 from miraccl.transport.base import Endpoint
 from miraccl.transport.socket import SocketOptions, SocketTransport
 from tests.transport.conformance import WAIT_S, World
@@ -25,6 +25,7 @@ def build_rank(
     slot_bytes: int = SLOT,
     timeout: float | Deadline = WAIT_S,
     linger: float = 1.0,
+    proxy_type: Any = ProgressEngine,
 ) -> SocketTransport:
     """Add a rank on a host of its own to the world."""
     losses = world.losses.setdefault(rank, [])
@@ -33,7 +34,7 @@ def build_rank(
         losses.append((peer, loss))
         world.news.set()
 
-    proxy = Proxy(
+    proxy = proxy_type(
         rank=rank, wake=lambda _: world.news.set(), on_lost=on_lost, segment_bytes=1 << 17
     )
     world.cleanup.callback(proxy.close)

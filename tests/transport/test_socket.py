@@ -1,4 +1,6 @@
-"""TCP transport on loopback: the conformance kit over IPv4 and IPv6, meeting, strangers, ends, and processes that die."""
+"""TCP transport on loopback: the conformance kit over IPv4 and IPv6, meeting, strangers, ends, and
+processes that die.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,7 @@ from miraccl.errors import (
     ProtocolError,
     SystemFailure,
 )
+from miraccl.proxy import Proxy
 from miraccl.transport import connect_round
 from miraccl.transport.base import Endpoint
 from miraccl.transport.fifo import Mode, PrivateMemory, memory_at
@@ -231,7 +234,7 @@ def test_shortage_of_memory_on_streams_passes(monkeypatch):
     sizes = [5, 3 * SLOT, SLOT, 1 << 18]
 
     def scenario():
-        world = build_world(2)
+        world = build_world(2, proxy_type=Proxy)
         try:
             world.connect()
             way, room = world.way(0, 1), PrivateMemory(max(sizes))
@@ -283,7 +286,9 @@ def test_no_memory_for_slots_is_a_system_failure_and_leaves_no_connection():
 
 
 def test_call_that_reaches_itself_is_made_again(world, monkeypatch):
-    """TCP's simultaneous open: nobody listens at a port of this host (any more), and the kernel takes the same one for the call."""
+    """TCP's simultaneous open: nobody listens at a port of this host (any more), and the kernel
+    takes the same one for the call.
+    """
     original = connect_round.ConnectRound._connect
     itself: list[socket.socket] = []
 
@@ -315,7 +320,9 @@ def test_address_that_the_host_has_lost_is_left_out(world):
 
 @pytest.mark.parametrize("count", range(5))
 def test_rank_that_is_short_of_descriptors_says_so_and_leaves_none(count):
-    """A proxy needs 2, a listener and a meeting 1 each; for streams, a rank waits until the deadline."""
+    """A proxy needs 2, a listener and a meeting 1 each; for streams, a rank waits until the
+    deadline.
+    """
     files, world = open_files(), World(transports={})
 
     def connect():
@@ -417,7 +424,9 @@ def drained(sock: socket.socket) -> bytes:
 
 
 def test_stranger_with_a_plausible_hello_gets_a_challenge_and_nothing_else(world, monkeypatch):
-    """It does not know the secret: whatever it answers, it is dropped, and silence is dropped after the handshake's deadline."""
+    """It does not know the secret: whatever it answers, it is dropped, and silence is dropped after
+    the handshake's deadline.
+    """
     jumps = [0.0]
     shifted = types.SimpleNamespace(
         monotonic=lambda: time.monotonic() + sum(jumps),
@@ -447,7 +456,9 @@ def test_stranger_with_a_plausible_hello_gets_a_challenge_and_nothing_else(world
 
 
 def test_peer_with_another_number_of_streams_is_dropped_and_named(world, monkeypatch, caplog):
-    """It knows the secret, but not what was agreed on; the right streams of the same rank are still taken."""
+    """It knows the secret, but not what was agreed on; the right streams of the same rank are still
+    taken.
+    """
     monkeypatch.setattr(connect_round, "HANDSHAKE_TIMEOUT_S", WAIT_S)
     for rank in range(2):
         build_rank(world, rank)

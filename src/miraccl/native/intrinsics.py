@@ -1,7 +1,9 @@
-"""Words, bytes and the kernel, as compiled code sees them: the instructions that the sources of kernels are written in.
+"""Words, bytes and the kernel, as compiled code sees them: the instructions that the sources of
+kernels are written in.
 
-Importing this file imports Numba (0.25 s); only ``native.compiler`` and the kernel sources do.  Everything is an int64: addresses,
-counts, flags.  Loads and stores that synchronise with another rank name their order; all others may be reordered by the compiler.
+Importing this file imports Numba (0.25 s); only ``native.compiler`` and the kernel sources do.
+Everything is an int64: addresses, counts, flags.  Loads and stores that synchronise with another
+rank name their order; all others may be reordered by the compiler.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ _B = ir.IntType(8)
 
 
 def inline(function: Any) -> Any:
-    """A helper that LLVM may inline: no exceptions, no reference counts, numpy's division. Python cannot call it."""
+    """A helper that LLVM may inline: no exceptions, no reference counts, numpy's division. Python
+    cannot call it.
+    """
     return njit(
         error_model="numpy",
         nogil=True,
@@ -127,7 +131,9 @@ def fence(typingctx: Any) -> Any:
 
 @intrinsic
 def pause(typingctx: Any) -> Any:
-    """Tells the core that this is a spin loop (x86 ``pause``; elsewhere a fence for the compiler only)."""
+    """Tells the core that this is a spin loop (x86 ``pause``; elsewhere a fence for the compiler
+    only).
+    """
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         if "x86" in builder.module.triple:
@@ -144,7 +150,9 @@ def pause(typingctx: Any) -> Any:
 
 @intrinsic
 def stream_line(typingctx: Any, dst: Any, src: Any) -> Any:
-    """Copy 64 bytes past the caches: ``dst`` (a multiple of 64) is not read first. A fence must follow before others are told."""
+    """Copy 64 bytes past the caches: ``dst`` (a multiple of 64) is not read first. A fence must
+    follow before others are told.
+    """
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         line = ir.VectorType(_W, 8)
@@ -168,7 +176,8 @@ def call4(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     return I64(I64, I64, I64, I64, I64), emit
 
 
-# numbers of system calls (arch/*/entry/syscalls) and their arguments (linux/futex.h, linux/membarrier.h)
+# numbers of system calls (arch/*/entry/syscalls) and their arguments (linux/futex.h,
+# linux/membarrier.h)
 SYS_FUTEX, SYS_MEMBARRIER = (98, 283) if platform.machine() == "aarch64" else (202, 324)
 FUTEX_WAIT, FUTEX_WAKE = 0, 1
 MEMBARRIER_GLOBAL_EXPEDITED = 2
@@ -188,6 +197,7 @@ clock_gettime = _external("clock_gettime", I32, I32, I64)
 process_vm_readv = _external("process_vm_readv", I64, I64, I64, I64, I64, I64, I64)
 process_vm_writev = _external("process_vm_writev", I64, I64, I64, I64, I64, I64, I64)
 libc_write = _external("write", I64, I32, I64, I64)
+errno_location = _external("__errno_location", I64)
 syscall = _external("syscall", I64, I64, I64, I64, I64, I64, I64, I64)
 # the C interface of Python
 PyLong_FromLong = _external("PyLong_FromLong", I64, I64)

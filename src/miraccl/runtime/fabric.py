@@ -234,7 +234,7 @@ class Fabric:
 
         slots = slot_bytes_for(nfar, NET_BUDGET, NET_SLOT)
         transport, self._proxy = open_network(
-            self._setup, me, slots, self.wake, self._lost, self._check
+            self._setup, me, slots, self.wake, self._lost, self._check, self.shm.control
         )
         self._transports.append(transport)
         return transport

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from miraccl.proxy.thread import Proxy
+from miraccl.proxy.engine import ProgressEngine
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.transport.base import Endpoint, OnLost
 from miraccl.transport.socket import SocketTransport
@@ -18,6 +18,7 @@ def open_network(
     wake: Callable[[int], None],
     on_lost: OnLost,
     check: Callable[[], None],
+    control: int,
 ) -> tuple[SocketTransport, Any]:
     """Open the TCP transport and its proxy; the caller closes them in this order.
 
@@ -25,8 +26,9 @@ def open_network(
         slot_bytes: Bytes of a FIFO slot.
         wake: Called with a rank when data for it has arrived.
         check: Raises if a rank dies while the ranks connect.
+        control: Address of the executor's control page.
     """
-    proxy = Proxy(rank=me.rank, wake=wake, on_lost=on_lost)
+    proxy = ProgressEngine(rank=me.rank, wake=wake, on_lost=on_lost, control=control)
     transport = SocketTransport(
         me,
         proxy=proxy,

@@ -1,0 +1,151 @@
+"""Memory layout of the compiled progress engine: engine, links, messages and streams.
+
+Everything is an int64; offsets are in bytes.  The machine itself is ``wire.proxy``; the names of
+the words are those of its attributes.
+"""
+
+from __future__ import annotations
+
+NSLOTS = 8
+LINE_BYTES = 64
+FRAME_BYTES = 48
+MAX_STREAMS = 64
+#: Disjoint byte ranges of one incoming message: one per stream, and the one they grow into.
+MAX_RANGES = 128
+MAX_TEXT_BYTES = 240
+
+# ---- engine
+
+ENGINE_NLINKS = 0
+ENGINE_LINKS = 8  # table of addresses of links, 0 for a free entry
+ENGINE_EPOLL = 16
+ENGINE_DOORBELL = 24
+ENGINE_ASLEEP = 32  # address of the word that is 1 while the engine sleeps
+ENGINE_ATTENTION = 40  # set by other threads: return to Python
+ENGINE_CTRL = 48  # address of the executor's control page, 0 if there is none to wake
+ENGINE_WAKES = 56  # times the executor had to be woken
+ENGINE_ROUNDS = 64
+ENGINE_DIRTY = 72  # 1: flags or tails were published since the last wake
+ENGINE_LOG = 80  # address of the instruction log, 0 for none
+ENGINE_SPIN_NS = 88
+ENGINE_TIME = 96  # struct timespec
+ENGINE_MESSAGE = 112  # struct msghdr, 56 bytes
+ENGINE_VECTORS = 168  # MAX_VECTOR iovecs
+MAX_VECTOR = 32
+ENGINE_EVENTS = ENGINE_VECTORS + 16 * MAX_VECTOR  # MAX_EVENTS struct epoll_event of 12 bytes
+MAX_EVENTS = 64
+ENGINE_WORD = ENGINE_EVENTS + 12 * MAX_EVENTS  # scratch word (8-byte aligned: 12 * 64 = 768)
+ENGINE_BYTES = 4096
+
+# ---- link
+
+LINK_STATE = 0
+STATE_OPEN, STATE_DRAINING, STATE_CLOSING, STATE_FINISHED, STATE_LOST = 0, 1, 2, 3, 4
+LINK_PEER = 8
+LINK_NSTREAMS = 16
+LINK_SEND_SLOT_BYTES, LINK_RECV_SLOT_BYTES = 24, 32
+LINK_SEGMENT_BYTES, LINK_QUEUE_BYTES, LINK_QUEUE_FRAMES = 40, 48, 56
+LINK_SEND_DESCRIPTORS, LINK_SEND_TAIL, LINK_SEND_SLOTS = 64, 72, 80
+LINK_RECV_DESCRIPTORS, LINK_RECV_TAIL, LINK_RECV_CTS, LINK_RECV_SLOTS = 88, 96, 104, 112
+LINK_NEXT_POST, LINK_RELEASED, LINK_CREDIT, LINK_LAST_ACK = 120, 128, 136, 144
+LINK_CLOSING, LINK_SENDABLE, LINK_PEER_TOTAL = 152, 160, 168
+LINK_TAIL, LINK_DELIVERED = 176, 184
+LINK_NTO_SEND = 192
+LINK_TO_SEND = 200  # NSLOTS message numbers, ascending
+LINK_CONTROL_HEAD, LINK_CONTROL_COUNT = 264, 272
+LINK_WRITE_ERRNO = 280  # of a stream that takes no more bytes
+LINK_REPORTED = 288  # the end of the link has been returned to Python
+LINK_READING = 296  # reading what a dying peer had sent
+LINK_FAULT, LINK_FAULT_CODE = 304, 312
+LINK_FAULT_A, LINK_FAULT_B, LINK_FAULT_C = 320, 328, 336
+LINK_LOG = 344  # address of the instruction log of a test, 0 for none
+LINK_ENGINE = 352
+LINK_TEXT_BYTES = 360
+LINK_TEXT = 368  # MAX_TEXT_BYTES of a peer's ABORT
+LINK_CONTROL = 640  # ring of control frames to send
+CONTROL_BYTES, NCONTROL = 32, 64
+CONTROL_KIND, CONTROL_MESSAGE, CONTROL_SIGNATURE, CONTROL_NBYTES = 0, 8, 16, 24
+LINK_OUT = LINK_CONTROL + CONTROL_BYTES * NCONTROL
+OUT_BYTES = 64
+OUT_STATE, OUT_SIGNATURE, OUT_NBYTES, OUT_QUEUED = 0, 8, 16, 24
+OUT_UNWRITTEN, OUT_SOURCE, OUT_GRANT_FOR, OUT_GRANT = 32, 40, 48, 56
+OUT_WAIT_CREDIT, OUT_WAIT_CTS, OUT_SENDING, OUT_QUEUED_STATE, OUT_WRITTEN = 1, 2, 3, 4, 5
+LINK_IN = LINK_OUT + OUT_BYTES * NSLOTS
+IN_STATE, IN_SIGNATURE, IN_NBYTES, IN_PLACEMENT, IN_MISSING, IN_NRANGES = 0, 8, 16, 24, 32, 40
+IN_POSTED_FOR, IN_POSTED_ROOM, IN_ADDRESS_FOR, IN_ADDRESS = 48, 56, 64, 72
+IN_RANGES = 80
+IN_BYTES = IN_RANGES + 16 * MAX_RANGES
+IN_ABSENT, IN_FRESH, IN_ANNOUNCED, IN_LANDING, IN_COMPLETE, IN_DELIVERED = 0, 1, 2, 3, 4, 5
+PLACE_NONE, PLACE_INLINE, PLACE_SLOT, PLACE_POSTED, PLACE_OVERSIZE = 0, 1, 2, 3, 4
+LINK_STREAMS = LINK_IN + IN_BYTES * NSLOTS
+
+# ---- stream
+
+STREAM_FD, STREAM_READABLE, STREAM_WRITABLE, STREAM_ENDING = 0, 8, 16, 24
+STREAM_CLOSED, STREAM_DROPPED = 32, 40
+STREAM_HEAD, STREAM_COUNT, STREAM_QUEUED_BYTES = 48, 56, 64
+STREAM_WRITTEN = 72  # bytes of the head frame that the kernel has
+STREAM_START, STREAM_END = 80, 88  # of the staging buffer
+STREAM_PLACING, STREAM_TARGET, STREAM_REMAINING, STREAM_LOW_WATER = 96, 104, 112, 120
+STREAM_ARRIVING, STREAM_ARRIVING_BYTES = 128, 136
+STREAM_STAGING = 144  # address of the staging buffer
+STREAM_INDEX = 152
+STREAM_QUEUE = 160
+NQUEUE = 128
+ENTRY_MESSAGE, ENTRY_LENGTH, ENTRY_PAYLOAD, ENTRY_HEADER = 0, 8, 16, 24
+ENTRY_BYTES = ENTRY_HEADER + FRAME_BYTES
+CONTROL_ENTRY, CLOSE_ENTRY = -1, -2
+STREAM_BYTES = STREAM_QUEUE + ENTRY_BYTES * NQUEUE
+STAGING_BYTES = 1 << 14
+
+
+def link_bytes(nstreams: int) -> int:
+    """Size of a link with ``nstreams`` streams, without their staging buffers."""
+    return LINK_STREAMS + STREAM_BYTES * nstreams
+
+
+# ---- faults: kinds and codes; the texts are in ``proxy.engine``
+
+FAULT_CLOSED, FAULT_RESET, FAULT_PROTOCOL, FAULT_ABORTED, FAULT_INTERNAL = 1, 2, 3, 4, 5
+(
+    BAD_MAGIC,
+    BAD_TYPE,
+    BAD_HEADER,
+    WRONG_STREAM,
+    AFTER_CLOSE,
+    DIFFERENT_TOTALS,
+    CLOSED_EARLY,
+    CONSUMED_UNSENT,
+    CONSUMED_EARLY,
+    CTS_BEYOND,
+    CTS_SMALL,
+    ANNOUNCE_SMALL,
+    ANNOUNCED_TWICE,
+    OUTSIDE_WINDOW,
+    SENT_TWICE,
+    CHANGED,
+    OVERLAP,
+    UNREQUESTED,
+    POSTED_ORDER,
+    POSTED_BYTES,
+    CONSUMED_UNKNOWN,
+    BAD_DESCRIPTOR,
+    BAD_CTS,
+    TOO_MANY_RANGES,
+) = range(1, 25)
+
+# ---- instruction log of tests: words (kind, five arguments) after a count
+
+LOG_COUNT = 0
+LOG_FIRST = 8
+LOG_ENTRY_BYTES = 96
+(
+    LOG_SEND,
+    LOG_RECEIVE,
+    LOG_ANNOUNCE,
+    LOG_DELIVER,
+    LOG_TAIL,
+    LOG_LOST,
+    LOG_ABORT,
+    LOG_FINISHED,
+) = range(1, 9)
