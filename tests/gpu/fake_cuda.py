@@ -1,11 +1,12 @@
-"""A CUDA driver without a GPU: what ``executor.cuda.gpu`` calls, over memory of this process; streams are threads.
+"""CUDA driver without a GPU: the functions that ``executor.cuda.gpu`` calls, over process memory.
 
-Device memory is an anonymous file, so that handles and descriptors work between processes as the real ones do.  Kernels cannot be launched.
-Every GPU has a context, each thread one that is current or none.  Streams, events, modules and memory belong to contexts; what the driver
-refuses where they are mixed is refused here (CUDA C++ Programming Guide, "Stream and Event Behavior" of several devices), and so is memory
-that a GPU has no access to.
-Streams and graphs behave as the driver's: work is done in order and later than the call, values are waited for, what is captured runs when
-it is replayed.  ``FakeLocal`` stands in for the kernels of a host: the CPU communicator, called by the stream.
+Device memory is an anonymous file, so handles and descriptors work between processes like real
+ones. Kernels cannot be launched. Every GPU has a context; each thread has a current one or none.
+Streams, events, modules and memory belong to contexts, and mixing them is rejected as by the driver
+(CUDA C++ Programming Guide, "Stream and Event Behavior" of several devices), as is memory to which
+a GPU has no access. Streams are threads: work runs in order and asynchronously, values are awaited,
+captured work runs when it is replayed. ``FakeLocal`` replaces a host's kernels: the stream calls
+the CPU communicator.
 """
 
 # ruff: noqa: N802, N815

@@ -1,4 +1,4 @@
-"""GPU collectives on real GPUs, bit by bit; ranks share a GPU where there is only one."""
+"""GPU collectives on real GPUs, bit by bit; ranks share a GPU if there is only one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ RANKS = sorted({2, min(4, GPUS)} - {0, 1})
 
 @functools.cache
 def answers(nranks: int) -> list[list[str]]:
-    """All cases in one set of processes: starting them takes longer than the cases."""
+    """Results of all cases from one set of processes, since starting them takes longer than the
+    cases.
+    """
     return run_cases(CASES, nranks)
 
 

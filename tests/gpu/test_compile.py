@@ -1,4 +1,4 @@
-"""Every kind of kernel compiles for every architecture that NVRTC knows; no GPU is needed."""
+"""Compilation of every kind of kernel for every architecture that NVRTC supports; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def packets(
 
 
 def fans(mode: str, dtype: DType, frame: Framing, nranks: int) -> KernelSpec:
-    """Where neighbouring threads share a packet."""
+    """Return a kernel in which neighbouring threads share a packet."""
     return packets(mode, dtype, frame, nranks, single=True, fan=fanout_threads(nranks))
 
 
@@ -90,7 +90,7 @@ def messages(nranks: int) -> list[KernelSpec]:
 
 
 def few() -> list[KernelSpec]:
-    """Every file, frame and type once."""
+    """Return kernels that cover every file, framing and type."""
     found = [packets("two_shot", dtype, frame) for dtype, frame in FRAMES]
     found += [
         packets("all_reduce", DType.BFLOAT16, Framing.WORD, single=True),
@@ -121,7 +121,7 @@ def few() -> list[KernelSpec]:
 
 
 def many() -> list[KernelSpec]:
-    """Every mode, too, and the largest number of ranks."""
+    """Return kernels that also cover every mode and the maximum number of ranks."""
     found = []
     for mode, files in PACKET_MODES.items():
         frames = (
@@ -194,8 +194,11 @@ OWN = {
 
 @pytest.mark.skipif(90 not in ARCHS, reason="NVRTC does not know sm_90")
 def test_what_other_gpus_see_is_stored_and_loaded_for_the_system() -> None:
-    """Fences, marks and packets are of system scope, also after the compiler, and no load goes past coherent caches; an emulated GPU has
-    neither scopes nor caches, and one GPU with several ranks needs neither."""
+    """Fences, marks and packets have system scope in the compiled code, and no load bypasses
+    coherence.
+
+    Neither the emulator nor several ranks on one GPU could detect this.
+    """
     for spec in few():
         words = set(MEMORY.findall(ptx(write_source(spec, 90), 90)))
         scoped = {
@@ -230,7 +233,7 @@ def test_every_file_and_family_is_among_those_of_all_architectures() -> None:
 def test_what_to_install_for_other_gpus(
     arch: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As NVRTC 13 knows them, which has no sm_70."""
+    """With NVRTC 13, which does not support sm_70."""
     monkeypatch.setattr(toolkit, "version", lambda: (13, 2))
     monkeypatch.setattr(toolkit, "supported_archs", lambda: (75, 80, 90, 100, 121))
     with pytest.raises(MissingDependency, match=words):

@@ -1,4 +1,4 @@
-"""What copy engines are told to do: the schedules' moves, each byte once, no two ranks to one peer at a time."""
+"""Copies of copy engines: each byte of the schedule once, no two ranks to one peer at a time."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_what_copy_engines_cannot_do_is_refused(algo: str, collective: Collectiv
 def test_what_copy_engines_never_take_goes_through_doors(
     nranks: int, none: bool, windows: bool
 ) -> None:
-    """A door knows sizes, not where memory lies: it is shut where that decides."""
+    """Fast calls know sizes but not window positions, so they are disabled where positions decide."""
     gpu, kernels, comm_args = Mock(), Mock(), Mock()
     engines = CopyEngines(
         gpu, kernels, comm_args, Mock(nranks=nranks), CtaLimits(max_sms=128, copy_engines_only=none)

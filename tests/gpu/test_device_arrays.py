@@ -1,4 +1,6 @@
-"""Arrays on a GPU by the protocols that they speak, the long way: what waits for their producers, what is refused, what doors are told."""
+"""GPU arrays by their protocols on the slow path: ordering after producers, rejection, registration
+for fast calls.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ from tests.gpu.fast_path_rank import torch_with_exchange_api
 
 
 class Gpu:
-    """What a view asks of a GPU; writes down which stream waits for which. ``captures`` are the streams of a capture."""
+    """GPU as views use it; records which stream waits for which. ``captures``: streams of a
+    capture.
+    """
 
     ordinal = 0
 
@@ -70,7 +74,7 @@ class Described:
 
 
 class Packed:
-    """In CPU memory, which is taken for that of a GPU."""
+    """DLPack array in CPU memory that claims to be on a GPU."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -128,7 +132,9 @@ def test_a_stream_outside_of_a_capture_is_no_part_of_its_order() -> None:
 
 
 def test_arrays_of_cupy_name_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are taken as tensors are: with ``stream`` the caller sees to the order. Doors have another way to look at them."""
+    """Like tensors: with ``stream`` the caller provides the order. Fast calls read them
+    differently.
+    """
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(ndarray=Described))
     gpu = Gpu()
     view(Described(stream=5), 6, gpu)
@@ -139,7 +145,7 @@ def test_arrays_of_cupy_name_the_current_stream(monkeypatch: pytest.MonkeyPatch)
 def test_the_current_stream_is_that_of_a_library_that_came_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As one that a program imports after its first operation."""
+    """A library imported after the first operation."""
     for name in ("torch", "cupy"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     ask = find_current_stream()
@@ -158,7 +164,7 @@ def test_the_current_stream_is_that_of_a_library_that_came_later(
 
 
 def test_an_owner_of_a_stream_is_kept_beside_who_borrows_it() -> None:
-    """As CuPy's ExternalStream of a Stream's number."""
+    """Like CuPy's ExternalStream of another Stream's handle."""
 
     class Stream:
         pass
@@ -260,7 +266,7 @@ def test_masks_and_odd_addresses_are_refused() -> None:
 
 
 class Freed(Packed):
-    """Without the memory that it had."""
+    """Array whose memory was freed."""
 
     def __dlpack__(self, *, stream: Any, max_version: Any) -> Any:
         capsule = super().__dlpack__(stream=stream, max_version=max_version)
@@ -289,7 +295,7 @@ def test_arrays_without_memory_are_refused() -> None:
 
 
 def test_tensors_whose_storage_was_freed_are_refused() -> None:
-    """A part of one has its offset for an address. These lie in CPU memory, whose device is -1."""
+    """The address of a slice is its offset. These are in CPU memory, whose device is -1."""
     torch = torch_with_exchange_api()
     gpu = Gpu()
     gpu.ordinal = -1
@@ -372,7 +378,7 @@ def test_more_elements_than_memory_can_have_are_refused(said: dict[str, Any], co
 
 
 class Endless(Packed):
-    """Whose capsule says more than there is, or less than nothing."""
+    """Array whose capsule has too many or a negative number of elements."""
 
     def __init__(self, array: np.ndarray, length: int = 1 << 60) -> None:
         super().__init__(array)
@@ -398,7 +404,7 @@ def test_steps_of_nothing_are_not_looked_at(
 
 
 def test_bools_are_refused() -> None:
-    """Sums of their bytes are no bools."""
+    """Sums of their bytes are not bools."""
     with pytest.raises(InvalidUsage, match=r"a test: x has type '.b1'; allowed are int8, uint8"):
         view(Described(typestr="|b1"))
     torch, gpu = torch_with_exchange_api(), Gpu()
@@ -411,7 +417,7 @@ def test_bools_are_refused() -> None:
 
 
 def test_tensors_that_are_negated_lazily_are_refused() -> None:
-    """On GPUs and CPUs: neither their address nor DLPack tells of it."""
+    """On GPUs and CPUs: neither their address nor DLPack reveals it."""
     torch, gpu = torch_with_exchange_api(), Gpu()
     gpu.ordinal = -1
     for x in (torch._neg_view(torch.ones(4)), torch.ones(1, dtype=torch.complex64).conj().imag):
@@ -434,14 +440,14 @@ class Raising:
 
 
 class OnCpuRaising(Raising):
-    """An array in CPU memory, by what DLPack says."""
+    """Array in CPU memory according to DLPack."""
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 1, 0
 
 
 class Nowhere:
-    """``said`` by DLPack, which is no device."""
+    """Array whose DLPack device ``said`` does not exist."""
 
     def __init__(self, said: Any) -> None:
         self._said = said
@@ -466,7 +472,7 @@ class Unwilling:
     ],
 )
 def test_whether_an_array_lies_on_a_gpu_never_raises(thing: Any, there: bool) -> None:
-    """What is wrong is told by who asks for the memory, as a wrong argument."""
+    """Errors are raised when the memory is requested, as errors of an argument."""
     assert memory.is_gpu_array(thing) is there
     with pytest.raises(InvalidUsage, match="a test: x:? "):
         view(thing)
@@ -488,7 +494,7 @@ def test_an_interface_that_raises_is_named() -> None:
 
 
 class OfJax(Packed):
-    """On the first GPU of its process, which is the fourth of all processes."""
+    """Array on the first GPU of its process, the fourth of all processes."""
 
     device = types.SimpleNamespace(id=3, local_hardware_id=0)
 
@@ -498,7 +504,9 @@ class OfCupy(Packed):
 
 
 def test_devices_are_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What JAX calls the id of a device counts those of all processes; CuPy's is the driver's number, as PyTorch's index is."""
+    """JAX's device id counts devices of all processes; CuPy's and PyTorch's are the driver's
+    ordinal.
+    """
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(ndarray=OfCupy))
     assert memory.device_ordinal(OfJax(np.zeros(4))) == 0
     assert memory.device_ordinal(OfCupy(np.zeros(4))) == 3
@@ -506,7 +514,7 @@ def test_devices_are_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Gpus:
-    """CuPy's devices, of which one is current; arrays are made there."""
+    """CuPy's devices, one of them current; arrays are created there."""
 
     def __init__(self) -> None:
         self.current = 0
@@ -534,7 +542,7 @@ def test_results_in_new_arrays_of_cupy_lie_where_the_others_do(
 def test_the_current_gpu_is_the_drivers_where_no_library_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As that of Numba; memory that all GPUs see is of none."""
+    """As with Numba; memory visible to all GPUs has no owner."""
     for name in ("torch", "cupy"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for name in ("bindings", "pointer_attribute"):
@@ -620,7 +628,7 @@ def test_what_is_no_interface_is_refused() -> None:
 
 
 class Odd(Packed):
-    """Bytes that are said to be float32."""
+    """Bytes that claim to be float32."""
 
     def __dlpack__(self, *, stream: Any, max_version: Any) -> Any:
         capsule = super().__dlpack__(stream=stream, max_version=max_version)
@@ -632,7 +640,7 @@ class Odd(Packed):
 
 @pytest.mark.parametrize("code", list(DType))
 def test_windows_are_shown_to_others_as_numbers_that_they_know(code: DType) -> None:
-    """Not to this package: doors must not take 8-bit floats for integers."""
+    """But not to this package: fast calls must not read 8-bit floats as integers."""
     window = DeviceArray(4096, (2, 3), code, None)
     shown = np.dtype(window.__cuda_array_interface__["typestr"])
     kind = NUMPY_DTYPE[code]
@@ -646,7 +654,7 @@ def test_windows_are_shown_to_others_as_numbers_that_they_know(code: DType) -> N
 
 
 def test_a_window_is_a_tensor_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not on the one that is current in PyTorch, to which it would be copied."""
+    """Not on PyTorch's current GPU, to which it would be copied."""
     torch = torch_with_exchange_api()
     devices: list[str] = []
 

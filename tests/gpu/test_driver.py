@@ -1,4 +1,4 @@
-"""What the driver is asked directly, on every GPU there is."""
+"""Direct driver calls, on every GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def test_the_gpu_of_an_address() -> None:
 @pytest.mark.gpu
 @NEEDS_GPU
 def test_the_context_of_a_program_is_known_and_stays() -> None:
-    """PyTorch's is the same as ours on each GPU. An event goes to the default stream of the GPU whose context is current."""
+    """PyTorch uses the same context on each GPU. An event goes to the default stream of the current
+    context.
+    """
     torch = pytest.importorskip("torch")
     gpus = [Gpu(ordinal) for ordinal in range(GPUS)]
     for here in gpus:
@@ -79,7 +81,7 @@ def test_what_is_held_waits_for_the_gpu_of_its_communicator(
 
 
 class Thing:
-    """What can be referred to weakly."""
+    """Weakly referenceable object."""
 
 
 def test_memory_that_no_gpu_has() -> None:
@@ -92,7 +94,7 @@ def test_memory_that_no_gpu_has() -> None:
 def test_machine_code_that_the_driver_refuses(
     compiler: int, hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver that is imitated is of CUDA 12."""
+    """The fake driver supports CUDA 12."""
     cuda = FakeCuda(refuse=["cuModuleLoadData"])
     monkeypatch.setattr(driver, "bindings", lambda name: cuda)
     monkeypatch.setattr(toolkit, "version", lambda: (compiler, 2))
@@ -111,7 +113,7 @@ def test_a_driver_that_does_not_start_is_told_with_who_knows_more(
 
 
 class LoadingCuda(FakeCuda):
-    """Counts modules."""
+    """Fake driver that counts modules."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""The kernels themselves, on emulated GPUs: every collective and protocol gives what its definition says and leaves memory as it was."""
+"""Kernels on emulated GPUs: every collective and protocol matches its definition and restores
+memory.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ ONE_PIECE = [
 )
 @pytest.mark.parametrize(("collective", "algo"), ONE_PIECE)
 def test_one_piece(collective: Collective, algo: str, dtype: DType, proto: str) -> None:
-    """The kernel of one piece, in turns with that of many, which uses the same memory."""
+    """The single-tile kernel alternates with the tiled one, which uses the same memory."""
     for count, offset, single in ((203, 0, True), (203, 1, True), (6001, 0, False), (96, 0, True)):
         request = asked(collective, dtype, count, 3, algo, proto, root=1)
         plan = small(request)
@@ -89,7 +91,9 @@ IN_PARTS += [(DType.FLOAT64, "ll128", 2, 3), (DType.INT8, "ll128", 2, 3)]
 
 @pytest.mark.parametrize(("dtype", "proto", "unroll", "nranks"), IN_PARTS)
 def test_parts(nranks: int, dtype: DType, proto: str, unroll: int) -> None:
-    """Two to five of them, of whatever sizes, in turns with launches of one piece and of several, which use the same banks."""
+    """Two to five tiles of various sizes alternate with single-tile and tiled launches on the same
+    halves.
+    """
     plan = DevicePlan(
         algo="two_shot", proto=proto, blocks=2, threads=64, unroll=unroll, double_buffered=True
     )
@@ -134,7 +138,7 @@ EIGHT = [
 
 @pytest.mark.parametrize(("collective", "dtype", "algo", "proto"), EIGHT)
 def test_eight_ranks(collective: Collective, dtype: DType, algo: str, proto: str) -> None:
-    """As many as there are, in one piece and in several."""
+    """The maximum number of ranks, with a single tile and several."""
     for count in (8, 203, 4001):
         request = asked(collective, dtype, count, 8, algo, proto, root=5)
         assert run(machine(8), request, small(request), repeat=2, close=True) == [""] * 8
@@ -160,7 +164,7 @@ OF_RANKS = [
 def test_threads_that_share_a_packet(
     collective: Collective, algo: str, dtype: DType, proto: str, nranks: int
 ) -> None:
-    """Fans, in turns with the kernel of many pieces, which uses the same memory."""
+    """Fanout kernels alternate with the tiled kernel, which uses the same memory."""
     for count, offset in ((1, 0), (203, 1), (4001, 0), (96, 0)):
         request = asked(collective, dtype, count, nranks, algo, proto, root=nranks - 1)
         packets = vectors_of(request, algo, frame_of(request, proto))
@@ -203,7 +207,7 @@ EVERY = [
 
 @pytest.mark.parametrize(("name", "collective", "nranks"), EVERY)
 def test_every_schedule(name: str, collective: Collective, nranks: int) -> None:
-    """In protocol Simple: FIFOs, scratch memory, steps on memory of peers."""
+    """Protocol Simple: FIFOs, scratch memory, steps on peers' memory."""
     for count, blocks in (
         (1, 1),
         (2003, 3),
@@ -230,7 +234,7 @@ REUSED = [
 def test_slots_are_used_again(
     monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, dtype: DType, nranks: int
 ) -> None:
-    """Banks that hold a fraction of the operation."""
+    """Buffer halves that hold a fraction of the operation."""
     monkeypatch.setattr(layout, "HALF_BYTES", 64 << 10)
     request = asked(collective, dtype, 40001, nranks, algo, "ll128", root=1)
     plan = replace(small(request), blocks=1)
@@ -265,7 +269,9 @@ def test_a_ring_with_as_few_slots_as_are_enough(
 
 @pytest.fixture
 def sends_first() -> Iterator[str]:
-    """A schedule of a user's, in which both ranks send more messages than a FIFO usually holds before they take one."""
+    """Return a user schedule in which both ranks send more messages than a FIFO holds before they
+    receive.
+    """
     name, parts = "sends_first", range(layout.FIFO_SLOTS + 1)
 
     @catalog.register(name, collectives=[Collective.ALL_REDUCE], description="For a test.")
@@ -348,7 +354,7 @@ IN_ORDER = [
 def test_neighbours_in_another_order(
     monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, proto: str, dtype: DType
 ) -> None:
-    """Rings and chains that are not in the order of the ranks, from every root, with slots that are used again."""
+    """Rings and chains in another order than that of the ranks, from every root, with reused slots."""
     monkeypatch.setattr(layout, "HALF_BYTES", 64 << 10)
     four = Machine(4)
     inputs = [
@@ -370,7 +376,7 @@ def test_neighbours_in_another_order(
 
 
 def test_only_neighbours_of_the_order_talk() -> None:
-    """In the order 0 2 1 3 a chain from rank 2 goes 2 1 3 0: nobody else needs a FIFO."""
+    """In the order 0 2 1 3 a chain from rank 2 is 2 1 3 0: other pairs need no FIFO."""
     request = asked(Collective.BROADCAST, DType.INT32, 500, 4, "chain", "simple", root=2)
     schedule = schedules.schedule_of(small(request), request, (0, 2, 1, 3))
     assert schedule is not None
@@ -378,7 +384,7 @@ def test_only_neighbours_of_the_order_talk() -> None:
 
 
 class OneWay(Machine):
-    """What a rank writes for another one than the next of the ring goes nowhere."""
+    """Machine that drops writes to ranks other than the next one of the ring."""
 
     def comm_args(self, rank: int, order: Sequence[int] = ()) -> lower.CommArgs:
         usual, nowhere = super().comm_args(rank, order), self.nowhere.ctypes.data
@@ -403,7 +409,9 @@ def test_a_ring_writes_to_the_next_of_the_order_only() -> None:
 def test_fifos_go_around(
     monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, nranks: int
 ) -> None:
-    """Protocol Simple with slots that hold a fraction of the operation; the banks are full of ones again."""
+    """Protocol Simple with slots that hold a fraction of the operation; the halves are full of ones
+    afterwards.
+    """
     monkeypatch.setattr(layout, "HALF_BYTES", 64 << 10)
     request = asked(collective, DType.INT32, 30001, nranks, algo, "simple", root=1)
     plan = replace(small(request), blocks=2)
@@ -431,7 +439,7 @@ MASKED = [
 def test_words_that_the_mask_makes_ones(
     monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, nranks: int
 ) -> None:
-    """Many pieces, whose slots are used again; in sums all other ranks have zeros."""
+    """Several tiles with reused slots; in sums all other ranks have zeros."""
     monkeypatch.setattr(layout, "HALF_BYTES", 128 << 10)
     fresh = Machine(nranks)
     for launch in range(3):
@@ -453,7 +461,7 @@ def test_words_that_the_mask_makes_ones(
 
 @pytest.mark.parametrize("nranks", [2, 3])
 def test_words_that_the_mask_makes_ones_in_parts(nranks: int) -> None:
-    """Every chunk of a part is masked as its own launch."""
+    """Every tile is masked as a launch of its own."""
     fresh, plan = (
         Machine(nranks),
         DevicePlan(
@@ -499,7 +507,7 @@ def _late(condition: str, seconds: float) -> str:
 def test_parts_whose_blocks_are_apart_agree(
     monkeypatch: pytest.MonkeyPatch, begins: str, sends: str
 ) -> None:
-    """Blocks that wait look at what their own rank has run, which block 0 writes down part by part."""
+    """Waiting blocks compare the own op record, which block 0 writes tile by tile."""
 
     def write_delayed(spec: KernelSpec, arch: int, machine: str = "") -> str:
         text = write_source(spec, arch, machine)
@@ -553,7 +561,7 @@ def test_premultiplied_sum(algo: str, proto: str, dtype: DType) -> None:
 
 @pytest.mark.parametrize("dtype", [DType.INT64, DType.UINT64])
 def test_scalars_of_integers_are_exact(dtype: DType) -> None:
-    """Also where a float64 does not hold them."""
+    """Including values that a float64 cannot represent."""
     request = replace(
         asked(Collective.ALL_REDUCE, dtype, 203, 3, "one_shot", "ll128"), op=RedOp.PREMUL_SUM
     )
@@ -572,7 +580,9 @@ AVERAGED = [
 @pytest.mark.parametrize(("algo", "collective"), AVERAGED)
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.INT32])
 def test_an_average_divides_once(algo: str, collective: Collective, dtype: DType) -> None:
-    """Partial sums pass through other ranks; whole numbers, so that dividing at every hop, or never, is seen."""
+    """Partial sums of integers pass through other ranks, so dividing at every hop, or never, is
+    detected.
+    """
     request = replace(asked(collective, dtype, 3001, 4, algo, "simple", root=2), op=RedOp.AVG)
     inputs = [(1000 * np.arange(3001) + 8 * rank).astype(NUMPY_DTYPE[dtype]) for rank in range(4)]
     assert run(machine(4), request, small(request), inputs=inputs) == [""] * 4
@@ -592,7 +602,9 @@ def test_a_rank_that_does_not_come_ends_the_wait() -> None:
 
 @pytest.mark.parametrize("seconds", [-5, 1000])
 def test_a_clock_that_jumps_ends_no_wait(seconds: int) -> None:
-    """A clock that goes back by a little was taken for one that has gone round: a deadline of centuries had passed."""
+    """A clock that stepped back a little was once read as a wrap-around, which exceeded any
+    deadline.
+    """
     two, clock = Machine(2, timeout_s=60), Clock()
     request = asked(
         Collective.ALL_REDUCE, DType.FLOAT32, 1, 2, "one_shot", "ll128"
@@ -622,7 +634,7 @@ def test_waiting_for_a_rank_that_has_left_ends() -> None:
 
 
 def test_what_a_rank_sent_before_it_left_counts() -> None:
-    """Also where it came after the last poll before it was known that the rank has left."""
+    """Including data that arrived after the last poll before the exit was known."""
     two, clock = Machine(2, timeout_s=60), Clock()
     request = asked(Collective.ALL_REDUCE, DType.FLOAT32, 1, 2, "one_shot", "ll128")
     with ThreadPoolExecutor(1) as other:
@@ -665,7 +677,7 @@ def test_ranks_that_meet_for_different_operations_are_told(field: str) -> None:
 
 
 def told_needs(where: Machine, by: int, to: int, launch: int) -> int:
-    """Whom a rank does not end a launch without, as another one's board says; -1: it says nothing of this launch."""
+    """Return the needed ranks in a peer's op record of this launch; -1 without a record."""
     place = (by * layout.OP_LOG_ENTRIES + launch % layout.OP_LOG_ENTRIES) * 16
     number, _, _, word = struct.unpack(
         "<IIII",
@@ -725,7 +737,7 @@ def test_meetings_tell_that_they_need_all() -> None:
 
 @pytest.mark.parametrize("left", [False, True])
 def test_a_mismatch_ends_the_wait_of_who_expects_more(left: bool) -> None:
-    """Also where the peer, who was told first, has ended since."""
+    """Also if the peer, which found the mismatch first, has ended since."""
     for _ in range(10):
         two = Machine(2, timeout_s=60)
         two.host[0][layout.HOST_ABORT] = left
@@ -743,7 +755,9 @@ def test_a_mismatch_ends_the_wait_of_who_expects_more(left: bool) -> None:
 
 
 def test_a_mismatch_is_told_to_who_goes_on_though_the_other_has_ended() -> None:
-    """Rank 0 has all that it waits for; rank 1 has not, is told, and does not come to the next launch."""
+    """Rank 0 has received everything; rank 1 has not, finds the mismatch, and skips the next
+    launch.
+    """
     less, more = (
         asked(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, "one_shot", "ll128")
         for count in (500, 501)
@@ -800,7 +814,7 @@ def test_a_mismatch_in_steps_is_told_in_the_same_launch(
 
 
 def test_steps_and_packets_take_turns() -> None:
-    """Banks of packets are used by launches in turn, whatever kernel runs."""
+    """Buffer halves alternate between launches of any kernels."""
     fresh = Machine(3)
     for turn, (collective, algo, proto) in enumerate(
         [

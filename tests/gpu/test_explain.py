@@ -1,4 +1,4 @@
-"""What is said of plans on GPU memory."""
+"""Explanations of plans on GPU memory."""
 
 from __future__ import annotations
 

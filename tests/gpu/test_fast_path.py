@@ -1,4 +1,7 @@
-"""Doors on GPU memory: what they take, what they launch then, and what they leave to Python. PyTorch's tensors stand in CPU memory here."""
+"""Fast calls on GPU memory: the calls they handle, their launches, and the calls left to Python.
+
+PyTorch tensors are in CPU memory here.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +109,7 @@ def test_what_goes_the_long_way(side: FastPathRank) -> None:
 
 
 def test_tensors_whose_storage_was_freed_go_the_long_way(side: FastPathRank) -> None:
-    """Also a part of one, whose address is its offset; empty ones need no memory."""
+    """Including slices, whose address is their offset; empty tensors need no memory."""
     for collective in (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.BROADCAST):
         side.add_collective(collective, F32, 12)
     side.add_messages(1, (False, 1, 12, F32))
@@ -137,7 +140,9 @@ def test_more_launches_than_the_table_holds(side: FastPathRank) -> None:
 
 
 def test_powers_of_two_find_places_of_their_own(side: FastPathRank) -> None:
-    """What a program uses: sizes that differ by factors of two, of several collectives, types and operators."""
+    """Typical programs: sizes that differ by factors of two, several collectives, types and
+    operators.
+    """
     kinds = [
         (collective, op)
         for collective in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
@@ -152,7 +157,7 @@ def test_powers_of_two_find_places_of_their_own(side: FastPathRank) -> None:
 
 
 def test_the_first_operation_after_a_capture_is_pythons(side: FastPathRank) -> None:
-    """Which knows what it is to wait for."""
+    """Python knows what it has to wait for."""
     x = torch.zeros(12)
     side.add_collective(Collective.ALL_REDUCE, DType.FLOAT32, 12)
     side.fast_path.stream, side.fast_path.captured = 5, True
@@ -185,7 +190,7 @@ def test_reduce_looks_at_the_root(side: FastPathRank) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_in_place(rank: int) -> None:
-    """Each operation in its own form; any other overlap is Python's."""
+    """Each operation in its in-place form; any other overlap is left to Python."""
     side = FastPathRank(rank, 3)
     for collective in (
         Collective.ALL_REDUCE,
@@ -227,7 +232,7 @@ def test_every_call_says_that_the_last_plan_was_not_the_cpus(side: FastPathRank)
 
 
 def test_what_a_door_does_not_take_goes_to_the_next(side: FastPathRank) -> None:
-    """As with the doors of the CPU: the same arguments, and the answer of the second one."""
+    """As on the CPU: the same arguments, and the fallback's result."""
     other = FastPathRank()
     first = {name: side.fast_path.fast_call(name, other.calls[name]) for name in CALLS}
     side.add_collective(Collective.ALL_REDUCE, F32, 12)
@@ -375,7 +380,7 @@ def test_messages_of_many_kinds_find_places_of_their_own(side: FastPathRank) -> 
 
 @pytest.fixture
 def grouping(side: FastPathRank) -> FastPathRank:
-    """A side that knows the launch of a send and two receives."""
+    """A rank that knows the launch of a send and two receives."""
     side.add_messages(4, (False, 1, 12, F32), (True, 1, 7, I64), (True, 0, 12, F32))
     return side
 
@@ -484,7 +489,7 @@ def test_a_group_that_no_door_can_launch_is_pythons(grouping: FastPathRank, why:
 
 
 def test_what_is_not_noted(grouping: FastPathRank) -> None:
-    """Python checks it, and says what is wrong."""
+    """Python checks these calls and reports the error."""
     x, whole = torch.zeros(12), torch.zeros(24)
     wrong = (
         torch.zeros(3, dtype=torch.bool),
@@ -559,7 +564,7 @@ def test_another_stream_thread_or_communicator_does_not_join(grouping: FastPathR
 
 
 def test_a_thread_that_left_a_group_open_leaves_it_to_nobody(grouping: FastPathRank) -> None:
-    """Its number is not used again, as that of the system's thread may be."""
+    """Thread ids are not reused, unlike those of the operating system."""
     answers: list[Any] = []
 
     def leave_open() -> None:
@@ -581,7 +586,7 @@ def test_a_thread_that_left_a_group_open_leaves_it_to_nobody(grouping: FastPathR
 
 
 def test_groups_in_an_exit_stack(grouping: FastPathRank) -> None:
-    """Which gives the attributes of the class the object, too."""
+    """ExitStack passes the object to class attributes as well."""
     x, y = torch.zeros(12), torch.zeros(7, dtype=torch.int64)
     for kind in (None, ZeroDivisionError):
         with contextlib.suppress(ZeroDivisionError), contextlib.ExitStack() as stack:
@@ -610,7 +615,7 @@ def test_as_many_messages_as_there_is_room_for(side: FastPathRank) -> None:
 
 
 def test_closed_doors_look_at_nothing(side: FastPathRank) -> None:
-    """The words in host memory are gone then."""
+    """The words in host memory have been freed."""
     side.add_collective(Collective.ALL_REDUCE, F32, 12)
     side.add_messages(1, (False, 1, 12, F32))
     side.fast_path.close()

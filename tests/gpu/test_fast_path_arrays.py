@@ -1,4 +1,7 @@
-"""Doors on GPU memory and CuPy's arrays: what is asked of them, and what goes the long way. They stand in CPU memory here."""
+"""Fast calls and CuPy arrays: the attributes that are read, and the calls left to the slow path.
+
+The arrays are in CPU memory here.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,14 @@ F32, I64 = DType.FLOAT32, DType.INT64
 
 
 class Memory:
-    """As CuPy's ``MemoryPointer``."""
+    """Like CuPy's ``MemoryPointer``."""
 
     def __init__(self, ptr: Any, device_id: Any) -> None:
         self.ptr, self.device_id = ptr, device_id
 
 
 class Array:
-    """An array as doors see CuPy's; whatever is given wrong is looked at all the same."""
+    """Array as fast calls read CuPy's; invalid attributes are read as well."""
 
     __slots__ = ("_c_contiguous", "array", "data", "dtype", "size")
 
@@ -44,7 +47,7 @@ class Array:
 
 
 def pretended() -> tuple[Any, Callable[..., Any]]:
-    """A library like CuPy, and what makes an array of it."""
+    """A library like CuPy, and a constructor of its arrays."""
     return types.SimpleNamespace(ndarray=Array), Array
 
 
@@ -61,7 +64,7 @@ def real() -> tuple[Any, Callable[..., Any]]:
 
 
 class Without(FastPathRank):
-    """A side in a process that has no PyTorch: streams are asked of a Python function."""
+    """Rank in a process without PyTorch: a Python function returns streams."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cupy: Any) -> None:
         monkeypatch.setattr(table, "sys", types.SimpleNamespace(modules={"cupy": cupy}))
@@ -177,7 +180,7 @@ def test_arrays_that_go_the_long_way(side: Without, make: Callable[..., Any]) ->
     ],
 )
 def test_attributes_of_another_kind(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]) -> None:
-    """A version of CuPy that has them otherwise is no worse than one without; no exception is left behind."""
+    """A CuPy version with other attributes takes the slow path and leaves no exception behind."""
     side = Without(monkeypatch, pretended()[0])
     side.add_collective(Collective.ALL_REDUCE, F32, 12)
     bad = Array(zeros(12), **wrong)
@@ -213,7 +216,7 @@ def test_the_stream_is_asked_for(side: Without, make: Callable[..., Any]) -> Non
 
 
 def test_what_ends_programs_does(side: Without, make: Callable[..., Any]) -> None:
-    """Such as a signal handler that runs while the stream is asked for."""
+    """Such as a signal handler that runs during the stream query."""
     x, out = make(zeros(12)), make(zeros(24))
     side.add_collective(Collective.ALL_REDUCE, F32, 12)
     side.stream = KeyboardInterrupt()
@@ -240,7 +243,7 @@ def test_arrays_in_groups(side: Without, make: Callable[..., Any]) -> None:
 
 
 def test_an_empty_array_overlaps_nothing(side: Without, make: Callable[..., Any]) -> None:
-    """Unlike PyTorch's, empty arrays of CuPy's have an address."""
+    """Unlike PyTorch's, empty CuPy arrays have an address."""
     whole = zeros(12)
     side.add_messages(
         1, (True, 1, 12, F32), signature=op_signature(Collective.ALL_GATHER, counts=(0, 12))
@@ -276,8 +279,10 @@ def test_references_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tensors_and_arrays(
     monkeypatch: pytest.MonkeyPatch, library: tuple[Any, Callable[..., Any]]
 ) -> None:
-    """Whichever library comes first: one table of launches, and each array in the current stream of its library. That of PyTorch's
-    tensors is asked of compiled code where doors knew of PyTorch at the first operation."""
+    """In any import order: one launch table, and each array in its library's current stream.
+
+    Compiled code queries PyTorch's stream if PyTorch was known at the first operation.
+    """
     torch = torch_with_exchange_api()
     cupy, make = library
     modules: dict[str, Any] = {}
@@ -318,7 +323,7 @@ def test_tensors_and_arrays(
 def test_each_in_the_stream_of_its_library(
     monkeypatch: pytest.MonkeyPatch, library: tuple[Any, Callable[..., Any]]
 ) -> None:
-    """That of the first array that is used."""
+    """The library of the first array that is used."""
     torch, (cupy, make) = torch_with_exchange_api(), library
     monkeypatch.setattr(table, "sys", types.SimpleNamespace(modules={"torch": torch, "cupy": cupy}))
     side, tensor, array, blocks = FastPathRank(), torch.zeros(12), make(zeros(12)), make(zeros(24))
@@ -355,7 +360,7 @@ def test_each_in_the_stream_of_its_library(
 
 
 def test_types_that_numpy_has_no_code_for() -> None:
-    """CuPy's arrays of bfloat16 say "<V2"; bytes in another order are no number."""
+    """CuPy arrays of bfloat16 have typestr "<V2"; other byte orders are not numbers."""
     from miraccl.errors import InvalidUsage
     from miraccl.runtime.gpu.memory import device_view
 

@@ -1,6 +1,7 @@
-"""Doors on GPU memory and arrays that only speak a protocol: what is looked at in every call, what is held, and what goes the long way.
+"""Fast calls and arrays read by a protocol: what every call reads, what is retained, and the slow
+path.
 
-The arrays stand in CPU memory here, and are of NumPy's make beneath.
+The arrays are NumPy's, in CPU memory.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ F32, I64 = DType.FLOAT32, DType.INT64
 
 
 class Described:
-    """An array with ``__cuda_array_interface__``; ``said`` is said otherwise."""
+    """Array with ``__cuda_array_interface__``; ``said`` replaces entries."""
 
     def __init__(self, array: np.ndarray, **said: Any) -> None:
         self.array, self.said = array, said
@@ -54,7 +55,7 @@ class Described:
 
 
 class Packed:
-    """An array that has DLPack alone; counts the capsules that live."""
+    """Array with DLPack only; counts live capsules."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -68,7 +69,7 @@ class Packed:
         return self.capsule(max_version=max_version)
 
     def capsule(self, **options: Any) -> Any:
-        """One of an array of its own, which goes with it."""
+        """Return a capsule of a new array, which lives as long."""
         array = self.array.view()
         self._exported.append(weakref.ref(array))
         return array.__dlpack__(**options)
@@ -244,7 +245,7 @@ def test_only_types_that_are_known_are_asked(side: FastPathRank, make: Any) -> N
 
 
 def test_types_that_are_known_stay() -> None:
-    """Another type may not get the address of one that went."""
+    """A type's address must not be reused by another type."""
     side = FastPathRank()
     kind = type("Short", (Described,), {})
     alive = weakref.ref(kind)
@@ -255,7 +256,7 @@ def test_types_that_are_known_stay() -> None:
 
 
 def test_types_that_another_thread_adds_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks may be threads, which have these in common."""
+    """Ranks may be threads, which share the types."""
     side = FastPathRank()
     kinds: dict[type, ArrayProtocol] = {Described: ArrayProtocol(dlpack=False)}
 
@@ -282,7 +283,7 @@ def test_types_that_another_thread_adds_meanwhile(monkeypatch: pytest.MonkeyPatc
 def test_arrays_that_say_no_go_the_long_way(
     side: FastPathRank, make: Any, error: type[Exception]
 ) -> None:
-    """Such as those that were deleted. No exception is left behind."""
+    """For example deleted arrays. No exception is left behind."""
     x, good = make(zeros()), make(zeros())
 
     def refuse() -> None:
@@ -323,8 +324,10 @@ def test_what_ends_programs_does(side: FastPathRank, make: Any) -> None:
 
 @both
 def test_calls_that_asking_makes(side: FastPathRank, make: Any) -> None:
-    """An array may compute what it is asked for. Doors take nothing of it, and the call around it is right; unless that has changed the
-    stream."""
+    """An array may compute its protocol and call operations.
+
+    Fast calls handle none of these, and the outer call is correct unless they changed the stream.
+    """
     x, out, other = make(zeros()), make(zeros()), make(zeros())
     answers: list[int] = []
 
@@ -348,7 +351,7 @@ def test_calls_that_asking_makes(side: FastPathRank, make: Any) -> None:
 
 @both
 def test_the_stream_is_looked_at_before_the_array(side: FastPathRank, make: Any) -> None:
-    """Which may be gone: nobody is to wait in the stream of the operation before if that is not this one's."""
+    """The previous operation's stream may be gone: nothing may wait in it if it is not this call's."""
     x = make(zeros())
 
     def never() -> None:
@@ -622,7 +625,7 @@ def test_capsules_are_handed_over_with_their_stream(side: FastPathRank) -> None:
 
 
 def test_a_stream_is_left_with_nothing_held_of_it(side: FastPathRank) -> None:
-    """The program may destroy it then."""
+    """The application may destroy it then."""
     record, wait = (
         ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int64),
         ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 3),
@@ -666,7 +669,7 @@ def test_what_is_not_done_is_not_held(side: FastPathRank) -> None:
 
 
 def test_where_handing_over_fails_it_is_told(side: FastPathRank) -> None:
-    """The operation is under way, so what it reads stays."""
+    """The operation is running, so its input stays alive."""
 
     def refuse(objects: list[Any], stream: int) -> None:
         raise ZeroDivisionError
@@ -692,7 +695,7 @@ def test_what_a_graph_reads_is_pythons_to_keep(side: FastPathRank) -> None:
 
 @pytest.fixture
 def grouping(side: FastPathRank) -> FastPathRank:
-    """A side that knows the launch of a send, a receive and a pair."""
+    """A rank that knows the launch of a send, a receive and a pair."""
     side.add_messages(
         4, (False, 1, 12, F32), (True, 1, 12, F32), (False, 1, 12, F32), (True, 1, 12, F32)
     )
@@ -722,7 +725,7 @@ def test_capsules_in_groups(grouping: FastPathRank) -> None:
 
 @pytest.mark.parametrize("why", ["python", "exception", "captured", "failed", "asked"])
 def test_capsules_of_a_group_that_is_pythons(grouping: FastPathRank, why: str) -> None:
-    """Which makes capsules of its own."""
+    """Python creates its own capsules."""
     side, x, y = grouping, Packed(zeros()), Packed(zeros())
     with contextlib.suppress(ZeroDivisionError), miraccl.group():
         assert side.send(x) == side.recv(y) == 0
@@ -831,7 +834,7 @@ def test_an_operation_of_several_launches_holds_once(side: FastPathRank) -> None
 
 
 class Old(Packed):
-    """From before DLPack 1.0: no other arguments, and capsules that say nothing of writing."""
+    """Array from before DLPack 1.0: no further arguments, and capsules without a read-only flag."""
 
     def __dlpack__(self, stream: Any = None) -> Any:  # type: ignore[override]
         return self.capsule()
@@ -862,7 +865,7 @@ def test_producers_of_all_ages(side: FastPathRank, kind: Any, immutable: bool) -
 
 
 class Later(Packed):
-    """Of a version of DLPack that is not known."""
+    """Array of an unknown version of DLPack."""
 
     def __dlpack__(self, **given: Any) -> Any:
         capsule = self.capsule(max_version=given["max_version"])
@@ -901,7 +904,7 @@ def test_what_is_no_capsule(side: FastPathRank) -> None:
 
 
 class Freed(Packed):
-    """Without the memory that it had."""
+    """Array whose memory was freed."""
 
     def __dlpack__(self, **given: Any) -> Any:
         capsule = self.capsule(max_version=given["max_version"])

@@ -1,4 +1,4 @@
-"""Doors of collectives that are lists of messages: gather, scatter, and those with counts. PyTorch's tensors stand in CPU memory here."""
+"""Fast calls of message collectives: gather, scatter, and those with counts; tensors in CPU memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def memory(tensor: Any) -> DeviceMemory:
 def test_doors_find_what_python_would_send(
     name: str, nranks: int, place: int, first: Any, second: Any, kind: Any, shift: int | None
 ) -> None:
-    """``shift``: arrays that overlap so far from the form in place."""
+    """``shift``: distance of overlapping arrays from the in-place form."""
     rank, root = place // layout.MAX_RANKS % nranks, place % nranks
     collective = COLLECTIVES[name]
     sends, receives = first[:nranks], second[:nranks]
@@ -200,7 +200,9 @@ def test_what_goes_the_long_way() -> None:
 
 
 def test_sizes_and_signatures_are_written_together() -> None:
-    """A launch of this shape of another size; that of plain messages of the same shape is none."""
+    """A launch of this template with another size; plain messages of the same kinds do not match
+    it.
+    """
     side, place, rules = (
         FastPathRank(1, 3),
         comm_args(3, 1),

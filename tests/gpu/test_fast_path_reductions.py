@@ -1,4 +1,7 @@
-"""The door of reduce_scatter_v: one launch, or one for each rank that gets anything. PyTorch's tensors stand in CPU memory here."""
+"""Fast call of reduce_scatter_v: one launch, or one per rank that gets anything.
+
+PyTorch tensors are in CPU memory here.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,9 @@ def call(
 
 
 def remember_all(side: FastPathRank, counts: list[int], op: RedOp = SUM) -> None:
-    """The launch for equal counts has their number and 1000, that of a part its count and 100 times its root."""
+    """Enter launches: for equal counts the count and 1000, per rank its count and 100 times its
+    root.
+    """
     side.add_collective(Collective.REDUCE_SCATTER, F32, counts[0], op, number=1000 + counts[0])
     for root, count in enumerate(counts):
         side.add_collective(Collective.REDUCE, F32, count, op, root, number=100 * root + count)
@@ -53,7 +58,7 @@ def remember_all(side: FastPathRank, counts: list[int], op: RedOp = SUM) -> None
 def test_doors_launch_what_python_would(
     nranks: int, rank: int, counts: Any, kind: Any, op: RedOp, shift: int | None
 ) -> None:
-    """``shift``: ``out`` overlaps ``x``, so far from the form in place."""
+    """``shift``: distance of ``out``, which overlaps ``x``, from the in-place form."""
     rank, counts = rank % nranks, counts[:nranks]
     side = FastPathRank(rank, nranks)
     remember_all(side, counts, op)
@@ -133,7 +138,7 @@ def test_what_goes_the_long_way() -> None:
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_all_launches_or_none(missing: int) -> None:
-    """What is known is not launched if anything is not."""
+    """Known launches do not run if one is missing."""
     side = FastPathRank()
     side.add_collective(Collective.REDUCE, F32, 2 + (1 - missing), SUM, 1 - missing)
     assert call(side, torch.zeros(5), torch.zeros(2), [2, 3]) == 1
@@ -147,7 +152,10 @@ def test_all_launches_or_none(missing: int) -> None:
 
 
 def test_a_failed_launch() -> None:
-    """Nothing has happened if it is the first; after another one it is told at once, since Python would launch that again."""
+    """If the first one fails, Python handles the call; a later failure is raised, since Python
+    would
+    repeat the others.
+    """
     side = FastPathRank()
     told: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Doors on messages whose sizes no call before had: what compiled code writes into a launch is what Python would have lowered."""
+"""Fast calls for messages of new sizes: compiled code writes what Python would have lowered."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def launched(
 def test_doors_write_what_python_lowers(
     shape: Any, to_self: int, rank: int, frame: Framing, multiprocessors: int, data: Any
 ) -> None:
-    """Several messages in a queue, queues that come in any order, a rank that sends to itself: the same in arguments and grid."""
+    """Same arguments and grid for several messages per queue, queues in any order, messages to the
+    own
+    rank.
+    """
     own = [(False, rank, torch.float32)] * to_self
     mixed = [
         *own,
@@ -125,7 +128,9 @@ def test_another_shape_is_another_launch() -> None:
 
 
 def test_what_is_left_to_python() -> None:
-    """Halves of a message to oneself that differ, messages in chunks, and a launch that fills the GPU and is not next."""
+    """Unequal halves of a self message, messages in chunks, launches that use the whole GPU out of
+    order.
+    """
     side, place = FastPathRank(0, NRANKS), comm_args(0)
     rules = WarpQueueRules(nranks=NRANKS, multiprocessors=132)
     own = [(False, 0, torch.uint8), (True, 0, torch.uint8)]

@@ -1,4 +1,4 @@
-"""Launches without cuda.bindings: the C function gets what it should, and the pointers and the stream of each call."""
+"""Launches without cuda.bindings: arguments of the C function, pointers and stream of each call."""
 
 from __future__ import annotations
 

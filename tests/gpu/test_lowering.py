@@ -1,4 +1,4 @@
-"""What is decided without a GPU: plans, shapes, arguments, refusals."""
+"""Decisions without a GPU: plans, shapes, arguments, rejections."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def test_arguments_stay_below_the_limit_of_a_launch() -> None:
 
 @pytest.mark.parametrize(("depth", "scratch"), [(1, 0), (4, 300), (4, 3000)])
 def test_slots_and_scratch_have_room_in_a_bank(depth: int, scratch: int) -> None:
-    """Also where fewer blocks than planned have."""
+    """Including fewer blocks than planned."""
     ring = catalog.build("ring", Collective.ALL_REDUCE, 8)
     schedule = replace(passes.pipeline(ring, depth), scratch_chunks=scratch)
     asked = request(dtype=DType.FLOAT32, count=1 << 24, nranks=8, algo="ring", proto="simple")

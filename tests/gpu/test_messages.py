@@ -1,4 +1,4 @@
-"""Sends and receives on emulated GPUs: the kernel, and how messages become its arguments."""
+"""Sends and receives on emulated GPUs: the kernel, and the lowering of messages."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ GPU: Any = types.SimpleNamespace(read=ctypes.string_at)  # whose memory is the p
 
 @functools.cache
 def machine(nranks: int, frame: Framing) -> Machine:
-    """Shared by tests, so that counters go on from one to the next as in a communicator."""
+    """Machine shared by tests, so counters persist as in a communicator."""
     return Machine(nranks)
 
 
 def rules(nranks: int, frame: Framing = Framing.LINE, lanes: int = 2) -> WarpQueueRules:
-    """Few lanes, so that short messages go around rings."""
+    """Return rules with few warp queues, so short messages wrap around row FIFOs."""
     found = WarpQueueRules(nranks=nranks, multiprocessors=128, frame=frame)
     return (
         _Narrow(nranks=nranks, multiprocessors=128, frame=frame, width=lanes)
@@ -96,7 +96,7 @@ def test_addresses(frame: Framing) -> None:
 @pytest.mark.parametrize("frame", FRAMES)
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_rings_are_used_again(frame: Framing, lanes: int) -> None:
-    """Several times what the rings hold, in both directions at once."""
+    """Several times the capacity of the row FIFOs, in both directions at once."""
     size = 3 * lanes * layout.FIFO_ROWS * layout.ROW_BYTES
     right([Send(0, 1, size + 5), Send(1, 0, size)], frame=frame, lanes=lanes)
 
@@ -115,7 +115,7 @@ def test_four_ranks() -> None:
 
 @needs_compiler
 def test_orders_that_would_deadlock_one_by_one() -> None:
-    """Rank 0 names its sends first, rank 1, too: each has more than the rings hold."""
+    """Ranks 0 and 1 both send first, more than the row FIFOs hold."""
     big = 2 * layout.FIFO_ROWS * layout.ROW_BYTES
     right(
         [Send(0, 1, big), Send(0, 1, big), Send(1, 0, big), Send(1, 0, 0), Send(0, 1, 3)], lanes=1
@@ -136,7 +136,7 @@ def test_launches_of_changing_shapes_follow_one_another() -> None:
 
 @needs_compiler
 def test_messages_may_be_distributed_over_launches_differently() -> None:
-    """Rank 0 sends three messages in three launches, rank 1 takes them in one."""
+    """Rank 0 sends three messages in three launches, rank 1 receives them in one."""
     where = machine(2, Framing.LINE)
     sends = [Send(0, 1, 100), Send(0, 1, 3000), Send(0, 1, 20)]
     for number in range(3):
@@ -147,7 +147,7 @@ def test_messages_may_be_distributed_over_launches_differently() -> None:
 
 
 def refused(where: Machine) -> int | None:
-    """The size of the message of rank 0 that rank 1 has refused."""
+    """Return the size of rank 0's message that rank 1 has rejected."""
     return read_rejected_size(GPU, where.comm_args(0), 1)
 
 
@@ -187,7 +187,7 @@ GATHER, SCATTER = (
 
 
 def moves_of(where: Machine, rank: int) -> tuple[int, dict[int, int]]:
-    """How many collectives that are messages a rank has begun, and by peer what it has been told."""
+    """Return the number of message collectives of a rank, and its entries by peer."""
     (_, count), boards = (
         read_progress_header(GPU, where.comm_args(rank)).op_counts,
         read_snapshot(GPU, where.comm_args(rank)),
@@ -199,7 +199,7 @@ def moves_of(where: Machine, rank: int) -> tuple[int, dict[int, int]]:
 @needs_compiler
 @pytest.mark.parametrize("frame", FRAMES)
 def test_collectives_that_are_messages_are_counted(frame: Framing) -> None:
-    """Ranks without a message, and large ones, too; plain messages in between are not counted."""
+    """On ranks without a message and with large ones as well; plain messages are not counted."""
     where = Machine(3)
     for number in range(1, 2 * layout.MESSAGE_OP_ENTRIES):
         sends = [Send(1, 0, 40), Send(2, 0, 5000), Send(0, 0, 9)][: number % 4]
@@ -225,7 +225,7 @@ def test_collectives_that_are_messages_are_counted(frame: Framing) -> None:
 def test_a_message_of_another_operation_is_refused(
     nbytes: int, theirs: int, frame: Framing
 ) -> None:
-    """Its size is right. The sender, which did not wait, hears of it with the next message that needs room."""
+    """Its size matches. The sender, which did not wait, gets the error with its next message."""
     where = Machine(2)
     run(where, rules(2, frame), [Send(1, 0, nbytes)], only=[1], signatures=[0, theirs])
     run(where, rules(2, frame), [Send(1, 0, nbytes)], only=[0], signatures=[GATHER, 0])
@@ -249,7 +249,7 @@ def test_a_message_that_nobody_took_is_not_taken_later(frame: Framing) -> None:
 @needs_compiler
 @pytest.mark.parametrize("other", ["another", "later", "launch"])
 def test_waits_end_that_are_in_another_collective(other: str) -> None:
-    """The peer has announced another one, or gone on to a later one, or to a launch."""
+    """The peer has published another one, or continued to a later one, or to a launch."""
     where = Machine(2, timeout_s=600)
     for _ in range({"another": 1, "later": layout.MESSAGE_OP_ENTRIES + 2, "launch": 0}[other]):
         run(where, rules(2), [], only=[1], signatures=[0, SCATTER])
@@ -292,7 +292,7 @@ def test_what_hangs_on_a_wait_that_has_failed_is_not_sent(
 def in_launch(
     where: Machine, rank: int, peer: int, number: int, needs: int, flag: int | None = None
 ) -> None:
-    """A peer says that it is in a launch, which does not end there without ``needs``."""
+    """Publish a peer's launch, which does not end without ``needs``."""
     entry = (
         where.comm_args(rank).inboxes[peer]
         + layout.OP_LOG_OFFSET
@@ -326,7 +326,7 @@ def test_a_plain_wait_for_one_who_waits_in_a_launch_ends(
 def test_a_plain_wait_for_one_in_a_launch_that_ends_without_this_rank_goes_on(
     needs: int, flag: int | None
 ) -> None:
-    """Also where only half of the entry has come, whose other half is of a launch before."""
+    """Including a half-written record whose other half is of an earlier launch."""
     where = Machine(2, timeout_s=0.3)
     in_launch(where, 0, 1, 1, needs, flag)
     run(where, rules(2), [Send(1, 0, 40)], only=[0])
@@ -337,7 +337,10 @@ def test_a_plain_wait_for_one_in_a_launch_that_ends_without_this_rank_goes_on(
 def test_a_peer_that_has_begun_what_this_rank_has_not_told_yet_is_not_past_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A warp may wait in a launch of which no warp that draws has run so far: this rank's last entry is that of the launch before."""
+    """A warp may wait before any drawing warp of its launch has run: the last entry is of the
+    launch
+    before.
+    """
 
     def draws_nothing(*args: Any) -> LoweredMessages:
         lowered = lower_messages(*args)
@@ -366,7 +369,7 @@ def test_a_peer_whose_wait_has_failed_is_not_past_anything() -> None:
 
 @needs_compiler
 def test_a_peer_that_is_ahead_has_sent_its_message() -> None:
-    """What it announces of later collectives ends no wait for one that is right."""
+    """Its entries of later collectives do not end a valid wait."""
     where = Machine(2, timeout_s=600)
     for number in range(12):
         run(where, rules(2), [Send(1, 0, 40)], seed=number, only=[1], signatures=[0, GATHER])
@@ -440,7 +443,7 @@ def test_a_message_of_a_rank_that_has_left_comes() -> None:
 
 
 def shrink_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages are large from 5000 bytes on, in chunks of 1 KiB and six slots."""
+    """Make messages large from 5000 bytes on, in chunks of 1 KiB and six slots."""
     monkeypatch.setattr(layout, "BULK_MIN_BYTES", 5000)
     monkeypatch.setattr(layout, "CHUNK_BYTES", 1024)
     monkeypatch.setattr(layout, "BULK_BYTES", 6 * 1024)
@@ -452,7 +455,7 @@ def small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def few(nranks: int, frame: Framing = Framing.LINE, blocks: int = 4) -> WarpQueueRules:
-    """Rules by which launches have about ``blocks`` blocks for large messages."""
+    """Return rules with about ``blocks`` blocks for large messages."""
     return _Narrow(
         nranks=nranks, multiprocessors=max(2 * (nranks - 1), blocks // 2 + 1), frame=frame, width=2
     )
@@ -479,7 +482,7 @@ def test_large_messages(frame: Framing) -> None:
 @needs_compiler
 @pytest.mark.usefixtures("small_pool")
 def test_large_messages_of_fewer_chunks_than_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block that has nothing to send may look after the grants of several messages have come and gone."""
+    """A block without a chunk may run after the grants of several messages."""
     monkeypatch.setattr(layout, "BULK_MIN_BYTES", 2000)
     where = Machine(2)
     for _ in range(3):
@@ -653,7 +656,7 @@ def test_arguments_stay_below_the_limit_of_a_launch() -> None:
 
 @pytest.mark.parametrize(("nranks", "most"), [(2, 448), (8, 1024)])
 def test_launches_of_few_messages_have_short_arguments(nranks: int, most: int) -> None:
-    """Which the driver copies with every launch."""
+    """The driver copies them with every launch."""
     barrier = [
         message(peer, 0, receives) for peer in range(1, nranks) for receives in (False, True)
     ]

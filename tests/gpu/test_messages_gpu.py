@@ -1,4 +1,7 @@
-"""Messages, uneven collectives, background and groups on real GPUs; ranks share a GPU where there is only one."""
+"""Messages, uneven collectives, background and groups on real GPUs; ranks share a GPU if there is
+only
+one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ WORKER = "tests.gpu.message_worker"
 
 @functools.cache
 def answers(nranks: int) -> list[list[str]]:
-    """All cases in one set of processes: starting them takes longer than the cases."""
+    """Results of all cases from one set of processes, since starting them takes longer than the
+    cases.
+    """
     return run_cases([{"case": name} for name in CASES], nranks, module=WORKER)
 
 

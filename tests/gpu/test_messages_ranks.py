@@ -1,4 +1,6 @@
-"""GPU communicators on an emulated driver, ranks as processes: messages, groups, background, faults, as users call them."""
+"""GPU communicators on an emulated driver, ranks as processes: messages, groups, background,
+faults.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ pytestmark = [
 
 
 def run(target: Any, nranks: int, *args: Any) -> list[Any]:
-    """Two multiprocessors: few lanes, so that messages go around their rings."""
+    """Run ranks with two multiprocessors: few warp queues, so messages wrap around their row FIFOs."""
     return run_ranks(
         target,
         nranks,
@@ -237,7 +239,7 @@ CROSSED = ["all_reduce and recv", "broadcast and recv", "reduce and send"]
     [*MESSAGES, *CROSSED, "barrier and all_reduce", "gather and send", "gather and recv", "order"],
 )
 def test_collectives_that_are_messages_are_told_apart(case: str) -> None:
-    """A message that nobody has taken is not taken for one of the next collective, and no rank waits for its deadline."""
+    """An unmatched message does not match the next collective, and no rank waits for its deadline."""
     answers = run(emulated_faults.unlike_messages, 3, case)
     assert [answer["type"] for answer in answers] == ["CollectiveMismatch"] * 3, answers
 
@@ -265,7 +267,7 @@ def test_ranks_that_wait_for_one_another_in_calls_that_kernels_do_not_compare_ar
 
 
 def test_a_work_that_has_ended_is_waited_for_no_longer() -> None:
-    """Nor is there a circle by what comes behind it."""
+    """Operations behind it do not form a cycle either."""
     assert run(emulated_faults.works_that_end, 2) == [[2.0] * 3] * 2
 
 
@@ -317,7 +319,7 @@ def test_finalize_tells_of_what_only_some_ranks_have_called(case: str) -> None:
 
 @pytest.mark.parametrize("what", ["gather", "all_reduce"])
 def test_a_rank_that_comes_too_late_has_called_the_same(what: str) -> None:
-    """Operations that a rank begins when its deadline has passed do not mean that it is past those in which others wait."""
+    """Operations begun after a rank's deadline do not mean that it is past those of the others."""
     for answer in run(emulated_faults.comes_late, 2, what):
         assert answer["type"] == "CollectiveTimeout", answer
         assert answer["op"] == "gather (root 1)"
@@ -329,7 +331,7 @@ CONTROL_PLANE = {"set-up": "the first operation on GPU memory", "window": "empty
 @pytest.mark.parametrize("what", ["all_reduce", "barrier", "recv", "send", "split"])
 @pytest.mark.parametrize("where", ["set-up", "window"])
 def test_the_control_plane_of_gpus_against_another_operation(where: str, what: str) -> None:
-    """The GPU side and window memory are made on the control plane: whoever calls something else meanwhile is told so, as everybody."""
+    """GPU setup and windows use the control plane: a rank that calls something else gets the error."""
     for got in run(emulated_faults.set_up_against, 3, what, where):
         assert got["type"] == "CollectiveMismatch", got
         assert f"{CONTROL_PLANE[where]} on rank 1" in got["text"]
@@ -338,7 +340,7 @@ def test_the_control_plane_of_gpus_against_another_operation(where: str, what: s
 
 @pytest.mark.parametrize("what", ["all_reduce", "recv"])
 def test_a_rank_that_ends_is_known_to_have_left(what: str) -> None:
-    """It waits for the others before it gives its GPU memory back, but takes part in nothing."""
+    """It waits for the others before it frees GPU memory, but takes part in nothing."""
     got = run(emulated_faults.set_up_against, 3, what, "finalize")
     assert [answer["type"] for answer in got] == ["PeerDied", "none", "PeerDied"]
     assert "rank 1 has left the communicator" in got[0]["text"]
@@ -413,7 +415,9 @@ def test_streams_that_copy_are_let_go_of_when_a_peer_dies() -> None:
 
 
 def test_streams_that_copy_are_let_go_of_when_a_deadline_has_passed() -> None:
-    """The kernel in which ranks meet ends then, and behind it streams wait for data that never come: so would the host."""
+    """The barrier kernel ends then; streams, and so the host, would wait for data that never
+    arrive.
+    """
     env = {"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())}
     for answer in run_ranks(emulated_faults.never_comes_to_copies, 2, env=env):
         assert answer["type"] == "CollectiveTimeout", answer
@@ -439,7 +443,7 @@ def test_copies_have_a_deadline_also_when_all_ranks_have_met(captured: bool) -> 
 
 @pytest.mark.parametrize("how", ["synchronize", "finalize"])
 def test_a_mismatch_in_the_last_operation_is_told(how: str) -> None:
-    """It leaves nobody waiting, and there is no next launch that would tell."""
+    """It blocks no rank, and there is no next launch to report it."""
     for answer in run(emulated_faults.differs_at_the_end, 3, how):
         assert answer["type"] == "CollectiveMismatch", answer
         assert "called a different operation (number 3 of" in answer["text"]

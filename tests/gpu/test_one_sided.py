@@ -1,4 +1,6 @@
-"""Schedules with steps on memory of peers, on GPU memory as users call them; every built-in one runs as a kernel in test_emulated.py."""
+"""Schedules with steps on peers' memory, through the public API; test_emulated.py runs the built-in
+ones.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ pytestmark = [pytest.mark.multiprocess, needs_compiler]
 
 
 def run(target: Any, nranks: int) -> list[Any]:
-    """Two multiprocessors: few blocks, which go around several times."""
+    """Run ranks with two multiprocessors: few blocks, each with several rounds."""
     return run_ranks(
         target,
         nranks,

@@ -1,4 +1,4 @@
-"""``miraccl perf`` and ``miraccl doctor`` on real GPUs; with a single one the ranks share it."""
+"""``miraccl perf`` and ``miraccl doctor`` on real GPUs; ranks share a single one."""
 
 from __future__ import annotations
 

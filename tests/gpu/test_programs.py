@@ -1,4 +1,6 @@
-"""Random programs on emulated GPUs: streams, graphs, windows, groups, background, in one host and in two that are pretended."""
+"""Random programs on emulated GPUs: streams, graphs, windows, groups, background, on one and two
+hosts.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def test_programs_on_emulated_gpus(nranks: int, ranks_per_host: int) -> None:
 def test_calls_name_streams_for_gpu_memory_alone_and_leave_the_background_alone(
     nranks: int,
 ) -> None:
-    """Also where all memory on GPUs is in the background, or there is none: then the first operation there has nothing to work on."""
+    """Including all GPU memory in background use, or none: the first GPU operation then has no
+    memory.
+    """
     for seed in SEEDS:
         program = draw(seed, "own", nranks, "emulated", nsteps=30, dtypes=["int32"])
         pending: dict[int, set[int]] = {}
@@ -67,7 +71,7 @@ def test_calls_name_streams_for_gpu_memory_alone_and_leave_the_background_alone(
 
 
 def every_call(step: at.Step) -> list[at.Call | at.Messages]:
-    """The step itself, or those in a batch, a graph or threads."""
+    """Yield the step itself, or those in a batch, a graph or threads."""
     match step:
         case at.Call() | at.Messages():
             return [step]

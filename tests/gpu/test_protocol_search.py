@@ -1,4 +1,7 @@
-"""The tools of the proofs in ``test_protocols``: all operations one by one, steps that make a difference, one partial order."""
+"""Tools of the proofs in ``test_protocols``: single operations, combined steps, and the partial
+order
+agree.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ MOST = 40_000  # states of a search
 
 
 def agree(system: System) -> bool:
-    """Whether nothing goes wrong. Nothing is lost where the search takes several operations for a step, nor where one order is for all."""
+    """Return True if a system is correct, by all three tools."""
     every, few, one = (
         search(system, every=True, most=MOST),
         search(system, most=MOST),
@@ -95,7 +98,7 @@ def test_kernels_are_right_and_wrong() -> None:
 
 
 def random_system(rng: random.Random) -> System:
-    """Two or three ranks that send and take in any order, mostly one that could be right."""
+    """Return two or three ranks with random sends and receives, usually nearly correct."""
     nranks, launches = rng.choice([2, 2, 3]), rng.choice([1, 1, 2, 3])
     system = System(nranks)
     threads = [system.thread(rank) for rank in range(nranks)]

@@ -1,4 +1,6 @@
-"""The rules by which kernels use memory again (docs/design/kernels.md, "Slots"): each is enough, and each is needed."""
+"""Rules by which kernels reuse memory (docs/design/kernels.md): each is sufficient, and each is
+necessary.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ SCHEDULES = [
 
 
 def ahead_of(algo: str, nranks: int, nslots: int) -> int:
-    """What an operation of many pieces is given."""
+    """Return the lookahead of an operation of several tiles."""
     request = Request(
         collective=Collective.ALL_REDUCE, dtype=DType.FLOAT32, op=RedOp.SUM, count=1, nranks=nranks
     )
@@ -62,7 +64,7 @@ def built(algo: str, collective: Collective, nranks: int) -> Schedule:
 
 
 def holds(system: System) -> bool:
-    """Whether nothing goes wrong, as far as ``search`` and ``order`` agree."""
+    """Return True if a system is correct; ``search`` and ``order`` must agree."""
     found = search(system, most=MOST)
     assert bool(found.wrong) == bool(unordered(system)), (
         f"{found}\nbut {unordered(system) or 'all is in order'}"
@@ -71,7 +73,7 @@ def holds(system: System) -> bool:
 
 
 def always(system: System) -> bool:
-    """The same for systems that are too large to be searched."""
+    """Return True if a system, too large to be searched, is correct."""
     return not unordered(system)
 
 
@@ -79,7 +81,7 @@ def always(system: System) -> bool:
 
 
 def enough(ahead: int, rounds: int) -> int:
-    """Slots that shots need to be right."""
+    """Return the slots that shots need."""
     return 2 * ahead + 2 if rounds == 1 else min(2 * ahead + 2, ahead + 3)
 
 
@@ -107,7 +109,9 @@ def test_shots_need_twice_the_pieces_ahead_and_two(nranks: int, rounds: int) -> 
 
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_shots_of_any_number_of_ranks_and_slots(rounds: int) -> None:
-    """Production is right, and one_shot at the limit. Who sends results on hears more: two_shot might push further ahead than it does."""
+    """Production values are correct, and one_shot is at its limit. two_shot could send further
+    ahead.
+    """
     for nranks in (2, 3, 8):
         for nslots in range(2, 10):
             usual = ahead_of("one_shot", nranks, nslots)
@@ -126,7 +130,7 @@ def test_shots_of_any_number_of_ranks_and_slots(rounds: int) -> None:
 @pytest.mark.parametrize("nranks", RANKS)
 @pytest.mark.parametrize("counts", [(2,), (2, 2), (2, 1, 1, 2), (1, 2, 1, 3, 3), (5, 4, 1)])
 def test_parts_are_launches(counts: Sequence[int], nranks: int) -> None:
-    """Of whatever came before and whatever comes after (``Thread.begin``)."""
+    """After any launch and before any other (``Thread.begin``)."""
     look = holds if nranks == 2 and sum(counts) < 5 else always
     assert look(parts(nranks, counts))
     assert always(parts(nranks, counts, threads=2))
@@ -149,7 +153,7 @@ def test_a_ring_needs_one_slot_more_than_ranks(nranks: int) -> None:
 
 
 def test_a_ring_of_three_with_a_slot_fewer() -> None:
-    """The search that finds nothing wrong with nine pieces in four slots looks at 655,140 states."""
+    """A search of nine tiles in four slots, 655,140 states, finds no error."""
     assert search(ring(3, pieces=4, nslots=min_slots("ring", 3) - 1), most=MOST).wrong
 
 
@@ -295,7 +299,7 @@ def test_two_banks_and_greetings_where_data_go_one_way(nranks: int) -> None:
 
 
 def everybody_sends(nranks: int, pieces: int) -> Iterator[System]:
-    """One launch of each kernel whose results are made of everybody's data."""
+    """Return a launch of each kernel whose results contain data of all ranks."""
     nslots = min(pieces, 4)
     for rounds in (1, 2):
         yield shots(nranks, pieces=pieces, nslots=nslots, ahead=nslots // 4, rounds=rounds)
@@ -304,7 +308,7 @@ def everybody_sends(nranks: int, pieces: int) -> Iterator[System]:
 
 
 def one_way(nranks: int, pieces: int, greets: bool = True) -> Iterator[System]:
-    """One launch of each other kernel on packets."""
+    """Return a launch of each other packet kernel."""
     nslots = min(pieces, 4)
     for collective in ONE_WAY:
         yield trees(collective, nranks, pieces=pieces, nslots=nslots, greets=greets)
@@ -349,7 +353,7 @@ def test_heads_and_tails(algo: str, collective: Collective, reads: bool) -> None
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("nranks", [2, 3])
 def test_heads_and_tails_of_a_few_messages(nranks: int, reads: bool) -> None:
-    """Two slots, each of which is used three times; what a receiver has not taken is not written over."""
+    """Two slots, each used three times; unread messages are not overwritten."""
     look = holds if nranks == 2 else always
     assert look(steps(line(nranks, 5), Simple(nslots=2, reads=reads)))
     for weaker in ({"left": 0}, {"fences": False}, {"last_heads": False}):
@@ -358,7 +362,10 @@ def test_heads_and_tails_of_a_few_messages(nranks: int, reads: bool) -> None:
 
 @pytest.mark.parametrize("nranks", RANKS)
 def test_signals(nranks: int) -> None:
-    """All that are sent are heard, so none comes after its word has been cleared; those of an all_reduce tell of all ranks."""
+    """All signals are awaited, so none arrives after its word is cleared; an all_reduce hears from
+    all
+    ranks.
+    """
     for algo, collective in (
         ("two_shot_put", Collective.ALL_REDUCE),
         ("two_shot_put", Collective.ALL_GATHER),
@@ -403,7 +410,7 @@ def test_two_slots_of_a_fifo_are_enough_for_the_schedules_of_the_catalog() -> No
 
 
 def test_a_ring_needs_two_slots_of_a_fifo() -> None:
-    """With one, all ranks have sent and wait for room. Two are what every schedule is checked for."""
+    """With one slot, all ranks have sent and wait. Every schedule is verified with two."""
     for nranks in (2, 3, 4, 8):
         for collective in (Collective.ALL_REDUCE, Collective.ALL_GATHER):
             schedule = built("ring", collective, nranks)
@@ -413,7 +420,9 @@ def test_a_ring_needs_two_slots_of_a_fifo() -> None:
 
 
 def test_ranks_that_hear_nobody_run_ahead_of_the_banks() -> None:
-    """``hear_peers``: heads tell who sends of its next one only. The board needs two entries for it."""
+    """``await_peer_ops``: heads inform a sender only about its next rank. The op log needs two
+    entries.
+    """
     schedule = line(4, 1)
     assert always(steps(schedule, Simple(nslots=2), launches=5))
     assert not always(steps(schedule, Simple(nslots=2, hears=False), launches=5))
@@ -438,7 +447,7 @@ def test_credit_for_rows() -> None:
 
 
 def test_a_ring_of_rows_has_room_for_what_a_warp_sends_at_a_time_and_what_no_credit_tells() -> None:
-    """8 rows, and up to a quarter less one that have been taken without a word: 11 would do."""
+    """8 rows, and up to a quarter less one that were received without credit: 11 would suffice."""
     counts = [3, 8, 5, 1, 8, 8, 2, 7, 8, 8, 4, 8]
     assert always(lane(counts, ring=8 + 3, quarter=4))
     assert not always(lane(counts, ring=8 + 2, quarter=4))
@@ -468,7 +477,9 @@ def test_queues_that_share_the_pool_from_launch_to_launch() -> None:
 
 
 def test_every_block_of_a_sender_has_a_chunk() -> None:
-    """A block without one might miss a grant, for nobody waits for it. Large messages have more chunks than any launch has blocks."""
+    """A block without one might miss a grant. Large messages have more chunks than a launch has
+    blocks.
+    """
     assert not holds(chunks([[Queue(1, (1, 1, 1), 0, 2)]], Bulk(), blocks=2, taking=1))
     least = -(
         -(layout.BULK_MIN_BYTES - 16 * max(first for _, first in layout.GROUP_SIZES.values()))
@@ -478,8 +489,11 @@ def test_every_block_of_a_sender_has_a_chunk() -> None:
 
 
 def test_slots_that_a_message_does_not_use_again_are_not_told_to_be_free() -> None:
-    """The word of the last chunk in a slot would be one that nobody waits for, and that of the first chunk of the next message comes from
-    another multiprocessor: it may land first, and the sender waits for ever."""
+    """The word of a slot's last chunk would not be awaited.
+
+    The next message's word for the slot comes from another multiprocessor and may land before it;
+    the sender would wait for ever.
+    """
     queues = [[Queue(1, (4, 4), 0, 3)]]
     assert holds(chunks(queues, Bulk(), blocks=1, taking=2))
     assert not holds(chunks(queues, Bulk(all_freed=True), blocks=1, taking=2))
@@ -492,7 +506,9 @@ def test_slots_that_a_message_does_not_use_again_are_not_told_to_be_free() -> No
 @pytest.mark.parametrize("nranks", [2, 3, 4])
 @pytest.mark.parametrize("collective", staged_copies.ALGORITHMS)
 def test_copies_through_staging_memory(collective: Collective, nranks: int) -> None:
-    """Slots are used three times, in two operations; what is in the banks meanwhile is gone when the next launch begins."""
+    """Slots are used three times, in two operations; the halves are empty when the next launch
+    begins.
+    """
     schedule = built(staged_copies.ALGORITHMS[collective], collective, nranks)
     chunks = 2 * layout.COPY_SLOTS + 1
     assert always(staged(schedule, Copies(), chunks=chunks, operations=2))

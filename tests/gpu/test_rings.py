@@ -1,4 +1,4 @@
-"""In which order the GPUs of a host are neighbours."""
+"""Neighbour order of the GPUs of a host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MACHINES = Path(__file__).parent.parent / "data" / "topologies"
 
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A folder of plans for each test."""
+    """Folder of plans of each test."""
     folder = tmp_path / "plans"
     folder.mkdir()
     monkeypatch.setattr(cache, "plan_folder", lambda: folder)
@@ -30,7 +30,7 @@ def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def bus_ids() -> list[str]:
-    """Of the GPUs of the topology in use, in the order of the file."""
+    """Return the bus ids of the GPUs of the topology, in file order."""
     nodes = load_topology().root.walk()
     return [
         node.attrs["busid"]
@@ -146,7 +146,7 @@ def test_where_nothing_is_found_the_order_is_that_of_the_ranks(
 def test_kernels_follow_the_order_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four GPUs of a DGX-1, of which those of ranks 1 and 2 are exchanged."""
+    """Four GPUs of a DGX-1, with those of ranks 1 and 2 exchanged."""
     monkeypatch.setenv("NCCL_TOPO_FILE", str(MACHINES / "nvidia-dgx1v.xml"))
     text = (MACHINES / "nvidia-dgx1v.xml").read_text()
     for i, rank in zip(range(4), (0, 2, 1, 3)):

@@ -1,4 +1,7 @@
-"""GPU collectives over every way between ranks, and over several hosts, on real GPUs; ranks share a GPU where there are too few."""
+"""GPU collectives over every kind of connection and over several hosts, on real GPUs; ranks may
+share
+one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Trees on packets: their shape is the schedule's, sums are those of its trees bit by bit, slots are used again only when they are free."""
+"""Trees on packets: their shape is the schedule's, sums match bit by bit, slots are reused only
+when
+free.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def along(
 def branches(
     request: Request, rank: int, order: Sequence[int] = ()
 ) -> list[tuple[int, list[int], int]]:
-    """(parent, children, which child) of a rank in both trees, as a kernel reads them."""
+    """Return (parent, children, child index) of a rank in both trees, as a kernel reads them."""
     comm_args = lower.CommArgs(
         rank=rank,
         own=0,
@@ -118,8 +121,11 @@ def test_trees_are_those_of_the_schedule(
 def along_trees(
     request: Request, inputs: Sequence[Any], order: Sequence[int], run_of_vectors: int
 ) -> Any:
-    """What an all_reduce gives: sums of own, first child's and second child's data at every node, rounded there; each tree for every other
-    run of so many elements."""
+    """Return the expected all_reduce: own, first and second child's data added and rounded at every
+    node.
+
+    The trees alternate between runs of ``run`` elements.
+    """
     order = order or tuple(range(request.nranks))
 
     def sums(tree: int, position: int) -> Any:
@@ -145,7 +151,7 @@ def along_trees(
 def check_sums(
     machine: Machine, request: Request, plan: DevicePlan, order: Sequence[int] = (), repeat: int = 1
 ) -> list[str]:
-    """Runs an all_reduce and compares every bit."""
+    """Run an all_reduce and compare every bit."""
     inputs = [make_input(rank, request.count, request.dtype, 1) for rank in range(request.nranks)]
     scalars = [0.5 - rank if request.dtype.is_float else rank + 2 for rank in range(request.nranks)]
     scaled = request.op is RedOp.PREMUL_SUM
@@ -226,7 +232,7 @@ def test_which_elements_a_tree_adds_does_not_depend_on_the_launch() -> None:
 def test_from_and_to_every_root(
     monkeypatch: pytest.MonkeyPatch, collective: Collective, dtype: DType, proto: str
 ) -> None:
-    """Whole numbers, whose sums are exact in any order; in two orders of the ranks, with slots that are used again."""
+    """Integers, exact in any order; two rank orders, with reused slots."""
     monkeypatch.setattr(layout, "HALF_BYTES", 64 << 10)
     four = Machine(4)
     inputs = [
@@ -268,7 +274,7 @@ def test_one_way_among_any_number(collective: Collective, nranks: int) -> None:
 def test_slots_are_used_again(
     monkeypatch: pytest.MonkeyPatch, collective: Collective, dtype: DType, nranks: int
 ) -> None:
-    """As few slots as there may be, and as much lag as these allow."""
+    """The minimum number of slots, and the maximum lag for them."""
     request = along(collective, dtype, 24_001, nranks, root=1)
     plan = replace(small(request), blocks=1, lookahead=1000)
     lanes = {Collective.ALL_REDUCE: 3, Collective.REDUCE: 2, Collective.BROADCAST: 1}[collective]
@@ -288,7 +294,7 @@ def test_slots_are_used_again(
 
 
 class OnlyNeighbours(Machine):
-    """What a rank writes for others than those next to it in a tree goes nowhere."""
+    """Machine that drops writes to ranks that are not neighbours in a tree."""
 
     nowhere = np.zeros(layout.TOTAL_BYTES, np.uint8)
 
@@ -316,7 +322,7 @@ def test_only_neighbours_in_the_trees_talk() -> None:
 @pytest.mark.parametrize("nranks", [3, 4])
 @pytest.mark.parametrize("collective", ALONG_TREES)
 def test_words_that_the_mask_makes_ones(collective: Collective, nranks: int) -> None:
-    """The greatest of equal words goes up as it is, so words that have to be told apart from empty places go over every edge."""
+    """The maximum of equal words is sent unchanged, so words that must be escaped pass every edge."""
     fresh = Machine(nranks)
     request = replace(
         along(collective, DType.UINT32, 20_001, nranks, root=nranks - 1), op=RedOp.MAX
@@ -343,7 +349,7 @@ KINDS = [
 @needs_compiler
 @pytest.mark.parametrize("collective", [*ALONG_TREES, None])
 def test_ranks_that_run_ahead(collective: Collective | None) -> None:
-    """Launches in a row, nobody waiting for others between them: banks are used in turn, whatever kernel runs."""
+    """Unsynchronised launches in a row: halves alternate between kernels."""
     operations = []
     for turn, (kind, algo, proto) in enumerate(
         KINDS * 3 if collective is None else [(collective, TREES, "ll128")] * 30
@@ -358,7 +364,7 @@ def test_ranks_that_run_ahead(collective: Collective | None) -> None:
 @needs_compiler
 @pytest.mark.parametrize("collective", ALONG_TREES)
 def test_a_rank_that_does_not_come_ends_the_wait(collective: Collective) -> None:
-    """Also that of the root of a broadcast, which needs no data of the other's."""
+    """Including that of a broadcast's root, which needs no data."""
     lonely = Machine(2, timeout_s=0.2)
     launch_each(lonely, [along(collective, DType.FLOAT32, 100, 2), None])
     assert lonely.errors() == [layout.ERROR_TIMEOUT, 0]
@@ -376,7 +382,7 @@ def test_ranks_that_call_different_sizes_are_told() -> None:
 
 
 def test_trees_run_on_request_and_between_one_shot_and_chain() -> None:
-    """Of themselves only where a root has more than three others, for blocks of 64 to 512 KiB."""
+    """By default only if a root has more than three peers, for blocks of 64 to 512 KiB."""
     for collective in ALONG_TREES:
         for nranks in (2, 3, 4, 8):
             for power in range(0, 30, 3):

@@ -1,7 +1,7 @@
-"""Ranks that wait for one another in messages: every circle is told, and nothing else is.
+"""Cycles of ranks that wait for each other in messages: every cycle is reported, and nothing else.
 
-Launches of messages between emulated GPUs: which ranks find a circle long before the deadline, and that programs which end never seem to
-be in one, where waiting warps look at every second poll and stores land late and in any order.
+On emulated GPUs: ranks find cycles long before the deadline, and programs that end are never
+reported, even with frequent checks and weak memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = needs_compiler
 
 
 def circle_of(where: Machine, rank: int) -> list[int]:
-    """Ranks that wait for one another, beginning with this one, as it has reported them."""
+    """Return the ranks of the cycle that a rank has reported, itself first."""
     host = where.host[rank]
     found = [rank, int(host[layout.HOST_PEER])]
     while (after := int(host[layout.HOST_CYCLE]) >> 4 * found[-1] & 15) != rank:
@@ -75,7 +75,7 @@ CIRCLES: dict[str, tuple[int, list[Send], dict[int, list[int]]]] = {
 def test_ranks_that_wait_for_one_another_are_told(
     monkeypatch: pytest.MonkeyPatch, case: str, pool: bool, frame: Framing
 ) -> None:
-    """Long before the deadline, also after messages that were right."""
+    """Long before the deadline, also after valid messages."""
     nranks, sends, circles = CIRCLES[case]
     if pool:
         shrink_pool(monkeypatch)
@@ -91,7 +91,7 @@ def test_ranks_that_wait_for_one_another_are_told(
 
 
 def test_who_waits_for_ranks_in_a_circle_is_not_in_it() -> None:
-    """Its host is told by theirs."""
+    """Its host is notified by theirs."""
     where = Machine(3, timeout_s=1.5)
     run(where, rules(3), [Send(1, 0, 9, half=0), Send(0, 1, 9, half=1), Send(1, 2, 9, half=2)])
     assert where.errors() == [layout.ERROR_CYCLE, layout.ERROR_CYCLE, layout.ERROR_TIMEOUT]
@@ -129,7 +129,7 @@ def test_what_was_said_of_a_wait_that_has_ended_closes_no_circle() -> None:
 
 @pytest.mark.parametrize("signature", [0, 77], ids=["plain", "collective"])
 def test_nothing_is_sent_behind_a_wait_that_has_failed(signature: int) -> None:
-    """It may be what did not come; the first row, with the header, is not there, nor does the count of rows go on."""
+    """It may depend on the missing message: neither header row nor row count advances."""
     where = Machine(2, timeout_s=0.5)
     run(where, rules(2), [Send(1, 0, 40)], only=[0], signatures=[signature] * 2)
     rings = where.memory[1][layout.ROW_FIFOS_OFFSET :][: layout.ROW_FIFOS_BYTES].copy()
@@ -151,13 +151,13 @@ OFTEN = {
 
 @pytest.fixture
 def flaw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks come often, and the first of two texts is taken out of the kernel, with the second one in its place."""
+    """Make checks frequent and replace the first fragment of kernel source by the second."""
     text, instead = request.param
     change_kernels(monkeypatch, OFTEN | {text: instead})
 
 
 def what_ends_wrongly(seed: int, pool: bool, timeout_s: float = 30.0) -> str:
-    """Messages in an order that all ranks keep to, each rank's in launches of one or several: errors, and how many were not right."""
+    """Run messages in a deadlock-free order, in random launches; return errors and wrong messages."""
     rng = random.Random(seed)
     nranks, frame = rng.choice([2, 3, 4]), rng.choice(FRAMES)
     ends = [rng.sample(range(nranks), 2) for _ in range(rng.randint(5, 30))]
@@ -224,5 +224,5 @@ COUNTS = ("load_word(count) < (reported & WAIT_COUNT)", "true")
 @pytest.mark.parametrize("flaw", [HELPS, COUNTS], indirect=True, ids=["who helps", "counts"])
 @pytest.mark.usefixtures("flaw")
 def test_a_rank_that_may_go_on_is_not_held() -> None:
-    """Without a part of the rule there are circles where there are none."""
+    """Without a part of the rule, cycles are reported that do not exist."""
     assert any(what_ends_wrongly(seed, False, 2.0) for seed in range(1, 200))

@@ -1,6 +1,9 @@
-"""Kernels where stores land late and in any order: nothing relies on more than fences, and on seeing what was cleared.
+"""Kernels with stores that land late and in any order: they rely only on fences and on seeing
+cleared
+memory.
 
-A ``Flaw`` takes something away that a kernel relies on, and must be found, else these tests find nothing.
+A ``Flaw`` removes something that a kernel relies on and must be detected, or these tests detect
+nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ PACKETS = [
 
 @dataclass(frozen=True)
 class Flaw:
-    """What is taken out of a kernel's text, and what stands there instead."""
+    """Fragment removed from a kernel's source, and its replacement."""
 
     text: str
     instead: str = ""
@@ -67,7 +70,7 @@ def wrong_packets(
     seeds: Sequence[int] = SEEDS,
     timeout_s: float = 60.0,
 ) -> Iterator[str]:
-    """What was wrong in several launches in a row, each with more pieces than slots, for each seed."""
+    """Yield errors of several launches in a row, with more tiles than slots, for each seed."""
     request = asked(collective, DType.INT32, 6001, nranks, algo, "ll128", root=nranks - 1)
     plan = DevicePlan(algo=algo, proto="ll128", blocks=2, threads=32, unroll=1)
     for seed in seeds:
@@ -110,7 +113,7 @@ def test_places_that_were_not_seen_cleared_are_found(collective: Collective, alg
 def wrong_parts(
     nranks: int, between: int = 1, seeds: Sequence[int] = SEEDS, timeout_s: float = 60.0
 ) -> Iterator[str]:
-    """What was wrong in launches in parts in a row, with so many of one piece in between."""
+    """Yield errors of double-buffered launches in a row, with single-tile launches in between."""
     request = asked(
         Collective.ALL_REDUCE, DType.INT32, 128 * 2 * nranks + 5, nranks, "two_shot", "ll128"
     )

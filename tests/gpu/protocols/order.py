@@ -1,15 +1,20 @@
-"""The same question as ``search``, for any size: what must have happened before what, in whatever order things happen.
+"""Proof for any size of what ``search`` explores: the partial order of all executions.
 
-Threads decide nothing by what they read, so all executions of a ``System`` are the orders that one partial order allows: a thread's
-operations follow one another, and a wait follows the store that it waits for. One execution is enough to know it (Kahn 1974, Mazurkiewicz
-1977; model checkers that look at one order of what commutes go by the same: Flanagan and Godefroid 2005).
-Nothing can go wrong if
+Threads decide nothing by the values they read, so the executions of a ``System`` are the
+linearisations of one partial order: a thread's operations are sequential, and a wait follows the
+store it waits for. One execution determines it (Kahn 1974, Mazurkiewicz 1977; model checkers that
+explore one order of commuting operations use the same: Flanagan and Godefroid 2005). A system is
+correct if
 
-  - two stores to one cell that come from different ranks are ordered: who issues the second knows that the first has landed;
-  - a store follows all reads of what it writes over, and a read of a buffer the landing of what it reads;
-  - a launch begins where all that earlier ones did with its bank has landed, and left it empty.
+  - two stores to one cell by different ranks are ordered: the issuer of the second knows that the
+    first has landed;
+  - a store follows all reads of the value it overwrites, and a read of a buffer follows the landing
+    of its value;
+  - a launch begins after everything that earlier ones did with its half has landed, and found it
+    empty.
 
-What a thread knows is carried by what it reads: how far others were when they sent it, and which stores they knew to have landed.
+A thread's knowledge comes with the values it reads: the progress of their senders, and the stores
+these knew to have landed.
 """
 
 from __future__ import annotations

@@ -1,16 +1,21 @@
-"""Threads, the cells of memory they share, and what they do with these.
+"""Threads, the memory cells they share, and their operations.
 
-A kernel decides nothing by what it reads: it waits for the packet or the word that comes next, and goes on. So what an abstract thread
-does is a list, which the model of a kernel writes with the methods of ``Thread``, in the order of the lines of its ``.cuh``.
+A kernel decides nothing by the values it reads: it waits for the next packet or word, and proceeds.
+A model thread is therefore a list of operations, written by the methods of ``Thread`` in the order
+of the lines of its ``.cuh``.
 
-Memory is what the kernels rely on. A store is under way from its issue until it lands, any time later; stores of one rank to one cell land
-in the order of their issue, all others in any order. A load reads what has landed; one behind a store of its own thread to the same cell
-waits for that store (it is served by the cache in which the store lands). ``fence`` waits until all stores of the thread have landed. The
-end of a kernel does so for those to the rank's own memory only: for those to peers it is not needed.
+The memory model is what the kernels rely on. A store is in flight from its issue until it lands, at
+any later time; stores of one rank to one cell land in issue order, all others in any order. A load
+reads landed values; after a store of its own thread to the same cell it waits for that store, which
+is served by the cache in which it lands. ``fence`` waits until all stores of the thread have
+landed. The end of a kernel does so only for stores to the rank's own memory: for those to peers it
+is not needed.
 
-One thread stands for one of a rank's threads, or for a warp or block where these act together. Threads of the same number on all ranks
-talk to one another only, and threads of different numbers share no cell, so one of each rank is enough, but for what a rank does as a
-whole: a launch ends when all of its threads have ended (``Thread.end``), and which cells the next one uses is open (``Thread.begin``).
+A model thread stands for one of a rank's threads, or for a warp or block whose threads act
+together. Only threads of equal number on different ranks communicate, and threads of different
+numbers share no cell, so one per rank is enough, except for what a rank does as a whole: a launch
+ends when all its threads have ended (``Thread.end``), and the cells that the next one uses are
+arbitrary (``Thread.begin``).
 """
 
 from __future__ import annotations

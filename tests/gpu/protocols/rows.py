@@ -10,8 +10,12 @@ from .program import Cell, Kind, System
 def lane(
     counts: Sequence[int], *, ring: int, quarter: int, early: int = 0, credit_first: bool = False
 ) -> System:
-    """``counts``: rows that a warp handles at a time. Launches make no difference, for all counts stay where they are. Weaker forms:
-    ``early``: rows by which the sender runs ahead of its credit; ``credit_first``: the receiver sends it before it has read the rows."""
+    """Return the model; launches make no difference, since all counts persist.
+
+    ``counts``: rows that a warp handles at a time. Options that weaken it: ``early``: rows by which
+    the sender runs ahead of its credit; ``credit_first``: the receiver sends credit before it has
+    read the rows.
+    """
     system = System(2)
     sender, receiver = system.thread(0), system.thread(1)
     credit = Cell("credit", 0, Kind.COUNTER, None)

@@ -1,19 +1,23 @@
-"""All interleavings of a ``System``, breadth first; what goes wrong is told with the shortest way to it.
+"""Search of all interleavings of a ``System``, breadth first; an error is reported with its
+shortest
+trace.
 
-A state is where each thread is, what has landed in each cell, and what is under way. Wrong are
+A state is the position of each thread, the landed values, and the stores in flight. Errors are
 
-  - a store that lands on a packet, also one that has been taken while its clear is under way, or on a buffer that has not been read;
-  - a clear that lands on anything but what it was meant for;
-  - a read of anything but what the thread expects;
-  - a launch that begins while something of an earlier one is in its bank, or on its way there;
-  - a state in which nobody can go on, before all have ended;
-  - banks that are not empty at the end.
+  - a store that lands on a packet, even if it was received but its clear is in flight, or on a
+    buffer that has not been read;
+  - a clear that lands on another value than the one it was meant for;
+  - a read of another value than the thread expects;
+  - a launch that begins while data of an earlier one are in its half, or in flight to it;
+  - a state in which no thread can proceed before all have ended;
+  - halves that are not empty at the end.
 
-``every=True`` takes each operation of a thread and each landing for a step of its own. Otherwise a step is as many operations of a thread
-as make no difference to others (Lipton 1975): waits up to the next store or read, and all stores up to the next wait, for a wait that is
-met stays met. A packet lands at its issue, as a packet that comes late is a reader who comes late; what a thread clears lands when it must,
-which is when it looks, fences or ends, as nobody could tell but a packet that would be lost. Words and buffers land on their own.
-``test_protocols`` compares the two.
+``every=True`` makes each operation and each landing a step of its own. Otherwise a step is as many
+operations of a thread as commute with those of others (Lipton 1975): waits up to the next store or
+read, and all stores up to the next wait, since a satisfied wait stays satisfied. A packet lands at
+its issue, because a late packet is a late reader; a thread's clears land when they must, that is
+when it loads, fences or ends, since only a lost packet could tell. Words and buffers land on their
+own. ``test_protocols`` compares the two modes.
 """
 
 from __future__ import annotations

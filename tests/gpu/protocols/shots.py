@@ -10,7 +10,7 @@ from .program import Cell, Kind, System, Thread
 
 
 def place(dst: int, src: int, bank: int, slot: int, shot: int) -> Cell:
-    """``place`` of shots.cuh: a packet from ``src``."""
+    """Return the cell of a packet from ``src`` (``packet_of`` of shots.cuh)."""
     return Cell(
         f"slot {slot} of bank {bank} from rank {src}" + (", second shot" if shot else ""),
         dst,
@@ -146,9 +146,13 @@ def parts(
     uneven: bool = False,
     threads: int = 1,
 ) -> System:
-    """``source/double_buffered.cuh``: two_shot in launches of so many parts each, where one of one part is ``single_tile.cuh``. ``settles``: whether a
-    thread sees cleared what it cleared of a part before its sums of the next one go out; ``hears``: whether it has what the part before
-    brought before it pushes a part into the bank of the one before that; ``uneven``: thread 1 has no packets in the last part."""
+    """Return the model of double-buffered two_shot, in launches of ``counts`` tiles each.
+
+    A launch of one tile is ``single_tile.cuh``. ``settles``: a thread sees cleared what it cleared
+    of a tile before its sums of the next one are sent. ``hears``: it has received the previous tile
+    before it sends a tile into the half of the one before that. ``uneven``: thread 1 has no packets
+    in the last tile.
+    """
     system = System(nranks)
     for rank in range(nranks):
         for number in range(threads):
@@ -171,7 +175,7 @@ def _parts(
     after = [(rank + d) % nranks for d in range(1, nranks)]
 
     def at(k: int) -> int:
-        """Every part is a launch by its number, and so by its bank."""
+        """Return the half of tile ``k``, which counts as a launch of its own."""
         thread.launch = first + k
         return (first + k) % 2
 
