@@ -57,7 +57,10 @@ def _version(name: str) -> str:
 def add_output_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
-        help="name of the result files below bench/results, without an ending; none are written without it",
+        help=(
+            "name of the result files below bench/results, without an ending; none are written"
+            " without it"
+        ),
     )
 
 
@@ -80,8 +83,9 @@ def save(name: str | None, record: dict[str, Any], markdown: str) -> None:
 def heading(title: str, machine: dict[str, Any]) -> str:
     versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items())
     return (
-        f"# {title}\n\n{machine['date']}, {machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}, "
-        f"Python {machine['python']}, {versions}, load {machine['load']:.1f} at the start.\n\n    {machine['command']}\n"
+        f"# {title}\n\n{machine['date']}, {machine['cpu']}, {machine['cores']} cores, Linux"
+        f" {machine['kernel']}, Python {machine['python']}, {versions}, load"
+        f" {machine['load']:.1f} at the start.\n\n    {machine['command']}\n"
     )
 
 

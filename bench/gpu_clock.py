@@ -70,7 +70,8 @@ def main() -> None:
     for launches, forward, back, times in rows:
         readings = 1e-9 * launches * READINGS * BLOCKS * THREADS
         print(
-            f"{readings:.1f} thousand million readings, at most {forward / 1e3:.3f} us on, {times} times back, at most {back} ns"
+            f"{readings:.1f} thousand million readings, at most {forward / 1e3:.3f} us on,"
+            f" {times} times back, at most {back} ns"
         )
 
 

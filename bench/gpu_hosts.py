@@ -64,7 +64,10 @@ def main() -> None:
     )
     parser.add_argument(
         "--out",
-        help="name of the result files, below bench/results or with a folder; none are written without it",
+        help=(
+            "name of the result files, below bench/results or with a folder; none are written"
+            " without it"
+        ),
     )
     options = parser.parse_args()
     if "RANK" not in os.environ:
@@ -293,9 +296,18 @@ def line(row: dict[str, Any]) -> str:
 
 def markdown(record: dict[str, Any]) -> str:
     machine = record["machine"]
-    head = f"{machine['date']}, {machine['gpus']}, {machine['cores']} cores, {record['dtype']}; NCCL {machine['nccl']}: sockets between hosts"
-    inside = f"and {machine['nccl_inside_a_host']} inside a host; torch {machine['torch']}. Median of the slowest rank."
-    names = "collective | bytes | miraccl us | in a graph | NCCL us | NCCL / miraccl | host us, miraccl / NCCL | GB/s | wrong | plan"
+    head = (
+        f"{machine['date']}, {machine['gpus']}, {machine['cores']} cores, {record['dtype']}; NCCL"
+        f" {machine['nccl']}: sockets between hosts"
+    )
+    inside = (
+        f"and {machine['nccl_inside_a_host']} inside a host; torch {machine['torch']}. Median of"
+        " the slowest rank."
+    )
+    names = (
+        "collective | bytes | miraccl us | in a graph | NCCL us | NCCL / miraccl | host us, miraccl"
+        " / NCCL | GB/s | wrong | plan"
+    )
     table = [f"| {names} |", "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|"]
     return "\n".join([f"{head} {inside}", "", *table, *map(line, record["rows"]), ""])
 

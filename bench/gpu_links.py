@@ -23,42 +23,52 @@ SIZES, SLOTS_BYTES, TURNS = (256 * MIB, 1024 * MIB), 32 * MIB, 7
 KERNELS = r"""
 typedef unsigned long long u64;
 // ``n`` vectors; places beyond the end of a window are those at its beginning.
-extern "C" __global__ void lanes(uint4* dst, const uint4* src, u64 n, u64 dst_window, u64 src_window) {
+extern "C" __global__ void loads(
+    uint4* dst, const uint4* src, u64 n, u64 dst_window, u64 src_window) {
   u64 stride = (u64)gridDim.x * blockDim.x;
   for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += 8 * stride) {
     uint4 v[8];
     #pragma unroll
-    for (int u = 0; u < 8; u++) if (i + u * stride < n) v[u] = __ldcv(src + (i + u * stride) % src_window);
+    for (int u = 0; u < 8; u++)
+      if (i + u * stride < n) v[u] = __ldcv(src + (i + u * stride) % src_window);
     #pragma unroll
     for (int u = 0; u < 8; u++) if (i + u * stride < n) dst[(i + u * stride) % dst_window] = v[u];
   }
 }
 
-// ``n`` bytes by one thread of each block, ``stages`` chunks of ``chunk`` bytes at a time (PTX ISA, cp.async.bulk).
-extern "C" __global__ void bulk(char* dst, const char* src, u64 n, u64 dst_window, u64 src_window, unsigned chunk, unsigned stages) {
+// ``n`` bytes by one thread of each block, ``stages`` chunks of ``chunk`` bytes at a time
+// (PTX ISA, cp.async.bulk).
+extern "C" __global__ void bulk(char* dst, const char* src, u64 n, u64 dst_window, u64 src_window,
+                                unsigned chunk, unsigned stages) {
   extern __shared__ __align__(128) char buffers[];
   __shared__ u64 bars[16];
-  unsigned b0 = (unsigned)__cvta_generic_to_shared(buffers), m0 = (unsigned)__cvta_generic_to_shared(bars);
-  for (unsigned s = 0; s < stages; s++) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(m0 + 8 * s));
+  unsigned b0 = (unsigned)__cvta_generic_to_shared(buffers);
+  unsigned m0 = (unsigned)__cvta_generic_to_shared(bars);
+  for (unsigned s = 0; s < stages; s++)
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(m0 + 8 * s));
   asm volatile("fence.proxy.async;" ::: "memory");
   auto place = [&](u64 k) { return (blockIdx.x + k * gridDim.x) * (u64)chunk; };
   auto load = [&](u64 k) {
     if (place(k) >= n) return;
     unsigned m = m0 + 8 * (k % stages), b = b0 + chunk * (k % stages);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(m), "r"(chunk) : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :: "r"(m), "r"(chunk) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];"
                  :: "r"(b), "l"(src + place(k) % src_window), "r"(chunk), "r"(m) : "memory");
   };
   for (u64 k = 0; k + 1 < stages; k++) load(k);
   for (u64 k = 0; place(k) < n; k++) {
     unsigned m = m0 + 8 * (k % stages), b = b0 + chunk * (k % stages), there = 0;
     while (!there)
-      asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+      asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
+                   "selp.u32 %0, 1, 0, p;}"
                    : "=r"(there) : "r"(m), "r"((unsigned)(k / stages & 1)) : "memory");
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
                  :: "l"(dst + place(k) % dst_window), "r"(b), "r"(chunk) : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-    asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");  // the chunk before has left its stage, where the next is loaded
+    // The previous chunk has left its buffer, into which the next one is loaded.
+    asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
     load(k + stages - 1);
   }
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
@@ -67,8 +77,9 @@ extern "C" __global__ void bulk(char* dst, const char* src, u64 n, u64 dst_windo
 Shape = tuple[str, int, int, int, int]
 #: (kernel, blocks, threads, bytes of a chunk, chunks at a time); of a copy engine there is no shape
 SHAPES: tuple[Shape, ...] = (
-    ("lanes", 64, 512, 0, 0), ("lanes", 128, 512, 0, 0), ("lanes", 264, 512, 0, 0),
-    ("bulk", 16, 1, 32768, 6), ("bulk", 64, 1, 32768, 6), ("bulk", 132, 1, 32768, 6), ("bulk", 132, 1, 16384, 12),
+    ("loads", 64, 512, 0, 0), ("loads", 128, 512, 0, 0), ("loads", 264, 512, 0, 0),
+    ("bulk", 16, 1, 32768, 6), ("bulk", 64, 1, 32768, 6), ("bulk", 132, 1, 32768, 6),
+    ("bulk", 132, 1, 16384, 12),
     ("copy engine", 0, 0, 0, 0),
 )  # fmt: skip
 BESIDE: Shape = ("bulk", 8, 1, 32768, 6)  # moves 400 GB/s within a GPU
@@ -87,12 +98,12 @@ class Gpu:
             )
             self.slots = cupy.zeros(SLOTS_BYTES, cupy.uint8)
             module = cupy.RawModule(code=KERNELS, options=("-std=c++17",), backend="nvrtc")
-            self.kernels = {name: module.get_function(name) for name in ("lanes", "bulk")}
+            self.kernels = {name: module.get_function(name) for name in ("loads", "bulk")}
             self.kernels["bulk"].max_dynamic_shared_size_bytes = 200 * 1024
             self.streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
 
     def move(self, target: Any, source: Any, nbytes: int, shape: Shape, stream: int = 0) -> None:
-        """Move ``nbytes`` from one array into the other; smaller arrays are traversed repeatedly."""
+        """Move ``nbytes`` between arrays; smaller arrays are traversed repeatedly."""
         name, blocks, threads, chunk, stages = shape
         on = self.streams[stream]
         if name == "copy engine":
@@ -202,7 +213,8 @@ def main() -> None:
                 if meanwhile is not None:
                     rates.append(rate(gpus, way, nbytes, shape, beside=True))
                 print(
-                    f"{words:26} {way:20} {nbytes:>11} B  {'  '.join(f'{each:6.1f}' for each in rates)}",
+                    f"{words:26} {way:20} {nbytes:>11} B "
+                    f" {'  '.join(f'{each:6.1f}' for each in rates)}",
                     flush=True,
                 )
 

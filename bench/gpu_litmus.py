@@ -23,11 +23,13 @@ MACHINE = Path(__file__).resolve().parents[1] / "src/miraccl/executor/cuda/sourc
 KERNEL = """
 #define EMPTY 0xffffffffu
 extern "C" __global__ void litmus(
-    uint4* here, uint4* there, uint4* noise, u64 noise_packets, u32 begins, u32 rounds, u32 way, u32 warps, u32* words) {
+    uint4* here, uint4* there, uint4* noise, u64 noise_packets, u32 begins, u32 rounds, u32 way,
+    u32 warps, u32* words) {
   volatile u32 *lost = words, *wrong = words + 1, *stop = words + 2, *done = words + 3;
   u32 warp = threadIdx.x / 32;
   if (warp >= warps) {
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; !*stop; i += (u64)gridDim.x * blockDim.x)
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; !*stop;
+         i += (u64)gridDim.x * blockDim.x)
       store_packet(noise + i % noise_packets, make_uint4(i, i, i, i));
     return;
   }

@@ -102,7 +102,10 @@ def measure(
     )
     comm.check()
     changed = "" if torch.equal(first, y) else " CHANGES"
-    return f"{blocks} x {threads} x {unroll}{' in parts' if double_buffered else ''} {times[1]:.2f}{changed}"
+    return (
+        f"{blocks} x {threads} x"
+        f" {unroll}{' in parts' if double_buffered else ''} {times[1]:.2f}{changed}"
+    )
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ class Timer:
         self.session.barrier("bench")
 
     def graph(self, operation: Callable[[], Any], iterations: int, repeats: int = 7) -> list[float]:
-        """Return microseconds per operation of each replay of a graph of ``iterations`` operations."""
+        """Return microseconds per operation for each replay of a graph of ``iterations``."""
         torch = self.torch
         with torch.cuda.stream(self.stream):
             for _ in range(2):

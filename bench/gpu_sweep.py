@@ -95,7 +95,8 @@ def _packets(algo: str, each: int, nranks: int, nbytes: int) -> Iterator[dict[st
 
 
 SHAPES = (
-    (64, 1, 1), (128, 1, 1), (256, 1, 1), (512, 1, 1), (1024, 1, 1), (256, 1, 4), (512, 1, 2), (1024, 1, 2),
+    (64, 1, 1), (128, 1, 1), (256, 1, 1), (512, 1, 1), (1024, 1, 1),
+    (256, 1, 4), (512, 1, 2), (1024, 1, 2),
     (256, 2, 2), (256, 2, 4), (512, 2, 1), (512, 2, 2), (256, 4, 2), (512, 4, 1),
 )  # fmt: skip
 
@@ -203,9 +204,11 @@ def sweep_size(
     if comm.rank == 0:
         print(f"{size:>11} B  nccl {nccl:9.2f} us", flush=True)
         for us, wrong, p in rows[: options.show]:
-            shape = f"{p['algo']} {p['proto']} {p['blocks']}x{p['threads']}u{p['unroll']}b{p['min_blocks']}"
+            launch = f"{p['blocks']}x{p['threads']}u{p['unroll']}b{p['min_blocks']}"
+            shape = f"{p['algo']} {p['proto']} {launch}"
             print(
-                f"      {us:9.2f} us  x{nccl / us:5.2f}  {size / us / 1e3:7.1f} GB/s  {shape} wrong {wrong}",
+                f"      {us:9.2f} us  x{nccl / us:5.2f}  {size / us / 1e3:7.1f} GB/s  {shape} wrong"
+                f" {wrong}",
                 flush=True,
             )
     return {"bytes": size, "nccl_us": nccl, "rows": rows}
@@ -214,7 +217,7 @@ def sweep_size(
 def sweep_limits(
     torch: Any, dist: Any, comm: Any, timer: Timer, size: int, numbers: Sequence[int]
 ) -> None:
-    """Measure calls with limited multiprocessors on tensors of ``size`` bytes; rank 0 prints them."""
+    """Measure calls with limited multiprocessors on tensors of ``size`` bytes."""
     from miraccl.runtime.gpu.ctas import CtaLimits
 
     agreed, each = comm.ctas, size // 4 // comm.nranks // 64 * 64

@@ -172,7 +172,8 @@ class Results:
                 least = min(rated, key=lambda row: row["ratio"])
                 mean = statistics.geometric_mean(row["ratio"] for row in rated)
                 lines.append(
-                    f"| {_title(key)} | {len(rated)} | {mean:.2f} | {least['ratio']:.2f} | {least['bytes']} | {wrong} |"
+                    f"| {_title(key)} | {len(rated)} | {mean:.2f} | {least['ratio']:.2f} |"
+                    f" {least['bytes']} | {wrong} |"
                 )
             else:
                 lines.append(f"| {_title(key)} | {len(rows)} | | | | {wrong} |")
@@ -183,7 +184,8 @@ def _about(machine: dict[str, Any]) -> str:
     parts = [machine["date"]]
     if "nccl" in machine:
         parts.append(
-            f"NCCL {machine['nccl']} through torch {machine['torch']} (multicast off), CUDA {machine['cuda']}"
+            f"NCCL {machine['nccl']} through torch {machine['torch']} (multicast off), CUDA"
+            f" {machine['cuda']}"
         )
     parts.append(f"Python {machine['python']}")
     text = ", ".join(parts) + ". Median of the slowest rank; g: CUDA graph, s: stream."
@@ -191,7 +193,10 @@ def _about(machine: dict[str, Any]) -> str:
         memory = ", ".join(
             f"{name} {mib:g} MiB" for name, mib in machine["device_memory_mib"].items()
         )
-        text += f" Device memory of a rank: {memory}. miraccl's communicator was there after {machine['start_s']} s."
+        text += (
+            f" Device memory of a rank: {memory}. miraccl's communicator was there after"
+            f" {machine['start_s']} s."
+        )
     return text
 
 
@@ -204,11 +209,14 @@ def _line(row: dict[str, Any]) -> str:
     theirs = f"nccl {row['nccl_us']:9.2f} us  x{row['ratio']:5.2f}" if row.get("ratio") else ""
     how = "g" if row["graph"] else "s"
     wrong = f" WRONG {row['wrong']}" if row["wrong"] else ""
-    return f"{row['op']:<15}{row['dtype']:<9}{row['bytes']:>11} {how} {row['time_us']:9.2f} us  {theirs} host {row['host_us']:5.1f}{wrong}"
+    return (
+        f"{row['op']:<15}{row['dtype']:<9}{row['bytes']:>11} {how} {row['time_us']:9.2f} us "
+        f" {theirs} host {row['host_us']:5.1f}{wrong}"
+    )
 
 
 def _table_key(row: dict[str, Any]) -> tuple[str, str, bool]:
-    """Return the table of a row; small messages on a stream have their own, with the host's time."""
+    """Return the table of a row; small messages on a stream have their own."""
     return row["op"], row["dtype"], not row["graph"] and row["bytes"] <= GRAPH_UP_TO
 
 
@@ -220,16 +228,20 @@ def _table(key: tuple[str, str, bool], rows: Sequence[dict[str, Any]]) -> list[s
     lines = [
         f"## {_title(key)}",
         "",
-        "| bytes | | NCCL us | miraccl us | NCCL / miraccl | busbw GB/s | host us, NCCL | host us | wrong | plan |",
+        (
+            "| bytes | | NCCL us | miraccl us | NCCL / miraccl | busbw GB/s | host us, NCCL | host"
+            " us | wrong | plan |"
+        ),
         "|---:|---|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in rows:
         ratio = f"{row['ratio']:.2f}" if row.get("ratio") else ""
         shape = f"{row['channels']} x {row['threads']}" if row["threads"] else "copy engines"
         lines.append(
-            f"| {row['bytes']} | {'g' if row['graph'] else 's'} | {_us(row.get('nccl_us'))} | {_us(row['time_us'])} | {ratio}"
-            f" | {row['busbw']:.1f} | {_us(row.get('nccl_host_us'))} | {_us(row['host_us'])} | {row['wrong']}"
-            f" | {row['algo']} {row['proto']}, {shape} |"
+            f"| {row['bytes']} | {'g' if row['graph'] else 's'} | {_us(row.get('nccl_us'))} |"
+            f" {_us(row['time_us'])} | {ratio} | {row['busbw']:.1f} |"
+            f" {_us(row.get('nccl_host_us'))} | {_us(row['host_us'])} | {row['wrong']} |"
+            f" {row['algo']} {row['proto']}, {shape} |"
         )
     return [*lines, ""]
 
@@ -250,7 +262,10 @@ def add_options(parser: argparse.ArgumentParser, budget: float) -> None:
     )
     parser.add_argument(
         "--out",
-        help="name of the result files, below bench/results or with a folder; none are written without it",
+        help=(
+            "name of the result files, below bench/results or with a folder; none are written"
+            " without it"
+        ),
     )
     parser.add_argument(
         "--budget", type=float, default=budget, help=f"seconds for everything [default: {budget:g}]"

@@ -1,4 +1,4 @@
-"""The same one-shot all_reduce in Triton and in miraccl, the reason for CUDA C++ through NVRTC.
+"""One-shot all_reduce in Triton and in miraccl, the reason for CUDA C++ through NVRTC.
 
     python bench/gpu_triton.py --ranks 2 --out gpu-DATE-triton
 
@@ -123,7 +123,8 @@ def rank_main(options: Any) -> None:
     if rank == 0:
         again = "second" if os.environ.get("BENCH_SECOND") else "first"
         print(
-            f"{again} process: first call with Triton {first['triton']:.3f} s, with miraccl {first['miraccl']:.3f} s",
+            f"{again} process: first call with Triton {first['triton']:.3f} s, with miraccl"
+            f" {first['miraccl']:.3f} s",
             flush=True,
         )
         if again == "second":
@@ -154,7 +155,8 @@ def rank_main(options: Any) -> None:
             }
             text = (
                 heading(
-                    f"One-shot all_reduce in float32: Triton and miraccl, {nranks} x {machine['gpu']}",
+                    f"One-shot all_reduce in float32: Triton and miraccl, {nranks} x"
+                    f" {machine['gpu']}",
                     machine,
                 )
                 + "\n"

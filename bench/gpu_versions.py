@@ -226,8 +226,14 @@ def main() -> None:
                 *(f"{show_us(median(times))} ({show_us(min(times))})" for times in seen.values()),
             ]
         )
-    title = f"{options.ranks} ranks on one GPU, threads of one process, {options.sms} multiprocessors each"
-    text = f"{machine['gpu']}. Microseconds in a CUDA graph, float32, median of {options.rounds} rounds (least)."
+    title = (
+        f"{options.ranks} ranks on one GPU, threads of one process, {options.sms} multiprocessors"
+        " each"
+    )
+    text = (
+        f"{machine['gpu']}. Microseconds in a CUDA graph, float32, median of"
+        f" {options.rounds} rounds (least)."
+    )
     table = markdown_table(["operation", "bytes", *sources], rows)
     save(
         options.out,

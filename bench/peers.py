@@ -77,10 +77,13 @@ class Peer:
 
 
 def find_peers(folder: Path) -> Iterator[Peer]:
-    """Return the virtual environments below ``folder`` that have a peer, named without ``venv_``."""
+    """Yield the virtual environments below ``folder`` with a peer, named without ``venv_``."""
     for python in sorted(folder.glob("*/bin/python")):
         for library, module in (("gloo", "torch"), ("mpi", "mpi4py")):
-            code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{module}') is None)"
+            code = (
+                f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{module}') is"
+                " None)"
+            )
             if subprocess.run([python, "-c", code], check=False, timeout=60).returncode == 0:
                 name = python.parents[1].name.removeprefix("venv").lstrip("_")
                 yield Peer(name=name or library, library=library, python=str(python))
@@ -136,7 +139,8 @@ def render(
             if not keys:
                 continue
             parts.append(
-                f"\n## {op}, {nranks} ranks, {'in place' if in_place else 'out of place'}: us per operation\n"
+                f"\n## {op}, {nranks} ranks, {'in place' if in_place else 'out of place'}: us per"
+                " operation\n"
             )
             rows = [_row(key, cells[key], args.variants, peers, ratios) for key in sorted(keys)]
             parts.append(
@@ -152,7 +156,8 @@ def render(
     )
     everything = [r for v in ratios.values() for r in v]
     parts.append(
-        f"\nAll {len(everything)} cells: {common.geometric_mean(everything):.2f}; at least as fast in {sum(r >= 1 for r in everything)}."
+        f"\nAll {len(everything)} cells: {common.geometric_mean(everything):.2f}; at least as fast"
+        f" in {sum(r >= 1 for r in everything)}."
     )
     return "\n".join(parts)
 

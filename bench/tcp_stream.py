@@ -243,7 +243,8 @@ def report(args: argparse.Namespace, times: dict[str, list[tuple[float, float]]]
         )
         return
     print(
-        f"{args.bytes} bytes one way, {args.streams} streams, kernel buffers {args.buffer or 'automatic'}, {args.rounds} rounds"
+        f"{args.bytes} bytes one way, {args.streams} streams, kernel buffers"
+        f" {args.buffer or 'automatic'}, {args.rounds} rounds"
     )
     for name, row in rows.items():
         print(f"  {name:8}", "  ".join(f"{key} {value:.2f}" for key, value in row.items()))

@@ -69,7 +69,10 @@ def main() -> None:
     machine["versions"]["torch"] = importlib.metadata.version("torch")
     records = {nranks: measure_on(int(nranks)) for nranks in options.ranks.split(",")}
     where = next(iter(records.values()))["where"]
-    words = f"{where}{options.elements} float32 per block, {options.rounds} turns of {options.calls} calls."
+    words = (
+        f"{where}{options.elements} float32 per block, {options.rounds} turns of"
+        f" {options.calls} calls."
+    )
     tables = "\n\n".join(
         f"## {nranks} ranks\n\n{table(record['us'], OTHERS[options.device])}"
         for nranks, record in records.items()
@@ -161,7 +164,7 @@ def measure_here(options: argparse.Namespace) -> None:
 
 
 def one_turn(dist: Any, call: Callable[[], Any], times: int) -> tuple[float, float]:
-    """Return microseconds per call on this rank: wall clock, and processor time of all its threads."""
+    """Return microseconds per call on this rank: wall clock, processor time of its threads."""
     for _ in range(WARM):
         call()
     dist.barrier()
@@ -294,7 +297,8 @@ def subjects(group: Any, options: argparse.Namespace) -> dict[str, Callable[[], 
     }
     if on_gpu:
         return {**common, "all_gather and reduce_scatter of tensors on two streams": two_streams}
-    only_here = {  # NCCL knows no receive from anyone, and messages without a batch wait for one another there
+    # NCCL has no receive from any source, and its messages without a batch wait for each other.
+    only_here = {
         "send, recv from anyone and back": lambda: there_and_back(None),
         "isend and irecv in a ring": ring,
         "isend and irecv, both neighbours": neighbours,

@@ -280,7 +280,10 @@ def report(
 ) -> None:
     """Print and save the results; exit with 1 if arms that should be equal differ."""
     wrong = broken(records)
-    words = f"Size {options.size} on {records[0]['device']}, {options.rounds} turns of {options.steps} steps."
+    words = (
+        f"Size {options.size} on {records[0]['device']}, {options.rounds} turns of"
+        f" {options.steps} steps."
+    )
     text = f"{heading('Training', machine)}\n{words}\n\n{tables(records)}\n"
     record = {"machine": machine, "records": list(records), "broken": wrong}
     if options.json:

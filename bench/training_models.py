@@ -161,9 +161,10 @@ def make_batch(name: str, size: Size, rank: int, step: int) -> tuple[Any, Any]:
         return tokens[:, :-1], tokens[:, 1:].contiguous()
     labels = torch.randint(CLASSES, (size.batch,), generator=source)
     tints = torch.randn(CLASSES, 3, 1, 1, generator=torch.Generator().manual_seed(1))
-    return tints[labels] + torch.randn(
-        size.batch, 3, size.image, size.image, generator=source
-    ), labels
+    return (
+        tints[labels] + torch.randn(size.batch, 3, size.image, size.image, generator=source),
+        labels,
+    )
 
 
 def loss_of(logits: Any, targets: Any) -> Any:

@@ -85,7 +85,8 @@ def add_in_rank_order(x: Any, group: Any) -> Any:
     return total
 
 
-def rank_ordered_hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations other than its own
+# Without annotations: DDP rejects any but its own.
+def rank_ordered_hook(group, bucket):  # type: ignore[no-untyped-def]
     """Communication hook of DDP that adds in rank order; divides first, as DDP does."""
     x = bucket.buffer().mul_(1.0 / dist.get_world_size(group))
     future: Any = torch.futures.Future(devices=[x.device] if x.is_cuda else None)
@@ -94,7 +95,7 @@ def rank_ordered_hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP ref
 
 
 class RankOrderedReduceScatter:
-    """Reduction of FSDP2 (``torch.distributed.fsdp``: ``ReduceScatter``) that adds in rank order."""
+    """FSDP2's ``ReduceScatter`` (``torch.distributed.fsdp``) with additions in rank order."""
 
     def allocate(self, size: Any, *, dtype: Any, device: Any) -> Any:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -240,9 +241,14 @@ def compare(options: argparse.Namespace, name: str, parallel: str) -> dict[str, 
         "model": name,
         "parallel": parallel,
         "ranks": len(everyone),
-        "device": "cpu"
-        if options.device == "cpu"
-        else f"{torch.cuda.get_device_name()}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}",
+        "device": (
+            "cpu"
+            if options.device == "cpu"
+            else (
+                f"{torch.cuda.get_device_name()}, NCCL"
+                f" {'.'.join(map(str, torch.cuda.nccl.version()))}"
+            )
+        ),
         "parameters": sum(p.numel() for p in make_model(name, SIZES[options.size]).parameters()),
         "arms": arms,
     }

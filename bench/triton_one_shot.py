@@ -8,7 +8,16 @@ import triton.language as tl
 
 
 @triton.jit
-def one_shot(x, out, peers, epochs, rank, n, WORLD: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+def one_shot(
+    x,
+    out,
+    peers,
+    epochs,
+    rank,
+    n,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,  # noqa: N803
+):
     pid = tl.program_id(0)
     epoch = tl.load(epochs + pid) + 1
     at = pid * BLOCK + tl.arange(0, BLOCK)

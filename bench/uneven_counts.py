@@ -136,7 +136,7 @@ def rank_main(
 def measure(
     nranks: int, mean: int, rounds: int, calls: int, with_torch: bool
 ) -> dict[str, tuple[float, float]]:
-    """Return (time, processor time) of a call on the slowest rank by subject, medians over rounds."""
+    """Return (time, processor time) of a call on the slowest rank by subject, as medians."""
     port = free_port() if with_torch else 0
     with (
         launch.local_job(nranks) as environ,
