@@ -290,8 +290,7 @@ def section(benchmark: Benchmark) -> str:
         match = _STEM.fullmatch(path.stem)
         assert match is not None
         machine = match["machine"].replace("-", ", ")
-        anchor = f"{{: #{benchmark.folder}-{path.stem} }}"
-        parts.append(f"### {machine} ({match['date']}) {anchor}")
+        parts.append(f"### {machine} ({match['date']})")
         parts.append(_body(path, benchmark.show))
         if benchmark.show != "all":
             parts.append(f"Full output: {_link(path)}.")
@@ -299,7 +298,7 @@ def section(benchmark: Benchmark) -> str:
 
 
 def _body(path: Path, show: str) -> str:
-    """The result file without its title, headings two levels down."""
+    """Return the result file without its title, headings three levels down."""
     text = path.read_text("utf-8").split("\n", 1)[1].strip()
     if show == "intro":
         return re.split(r"\n\s*\n(?=```|\||#|    )", text)[0]
@@ -310,7 +309,7 @@ def _body(path: Path, show: str) -> str:
             for block in blocks
             if not block.startswith("    ") and block.strip() and not block.startswith("With `")
         )
-    return re.sub(r"^(#+) ", r"##\1 ", text, flags=re.MULTILINE)
+    return re.sub(r"^(#+) ", r"###\1 ", text, flags=re.MULTILINE)
 
 
 def render() -> str:
