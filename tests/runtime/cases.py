@@ -1,7 +1,9 @@
-"""Cases for collectives: one record says everything, every rank draws the same inputs from it, runs it and checks its own part.
+"""Test cases of collectives: every rank draws the same inputs from a case, runs it and checks its
+part.
 
-User buffers lie between guard bytes, at addresses that are aligned to the element only; inputs that must not change are compared
-afterwards.  So a case fails where a result is wrong, a byte beside a buffer was written, or an input was.
+User buffers lie between guard bytes, at addresses that are aligned to the element only; inputs that
+must not change are compared afterwards. A case therefore fails if a result is wrong, or a byte next
+to a buffer or an input was written.
 """
 
 from __future__ import annotations
@@ -37,7 +39,12 @@ IN_PLACE = tuple(
 
 @dataclass(frozen=True)
 class Case:
-    """``count`` is elements per block; ``wild`` inputs have all bit patterns (only where additions have a fixed order)."""
+    """One call of a collective.
+
+    Attributes:
+        count: Elements per block.
+        wild: Inputs have all bit patterns (only for a fixed order of additions).
+    """
 
     name: str
     dtype: DType
@@ -58,7 +65,7 @@ class Case:
 
 
 class Buffers:
-    """Arrays between guard bytes. ``window`` of the communicator has no guards but the rest of the page."""
+    """Arrays between guard bytes; window memory has the rest of its page as guard."""
 
     def __init__(self, comm: Communicator, rng: np.random.Generator, window: bool) -> None:
         self._comm, self._rng, self._window = comm, rng, window
@@ -99,7 +106,7 @@ def expect(what: str, got: Any, want: np.ndarray, op: RedOp = RedOp.SUM) -> None
 
 
 def perform(comm: Communicator, case: Case) -> None:
-    """Run a case on this rank and check everything that this rank can see."""
+    """Run a case on this rank and check everything visible to this rank."""
     rng = np.random.default_rng(case.seed)
     own = np.random.default_rng([case.seed, comm.rank])
     buffers = Buffers(comm, own, case.window)
@@ -117,7 +124,7 @@ def _draw(case: Case, rng: np.random.Generator, counts: Sequence[int]) -> list[n
 
 
 def _op(case: Case, nranks: int) -> tuple[Any, list[float], Callable[[int], Any]]:
-    """(operator for the reference, scalars, operator of a rank)."""
+    """Return (operator for the reference, scalars, operator of a rank)."""
     if case.op is not RedOp.PREMUL_SUM:
         return case.op, [], lambda rank: case.op
     scalars = [[1.0, 2.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0][r % 9] for r in range(nranks)]
@@ -125,7 +132,7 @@ def _op(case: Case, nranks: int) -> tuple[Any, list[float], Callable[[int], Any]
 
 
 def _counts(case: Case, rng: np.random.Generator, nranks: int) -> list[int]:
-    """Uneven counts around ``case.count``, some of them 0."""
+    """Return uneven counts around ``case.count``, some of them 0."""
     counts = rng.integers(0, 2 * case.count + 1, nranks) * (rng.random(nranks) < 0.8)
     return [int(c) for c in counts]
 
@@ -349,7 +356,7 @@ def random_case(
     *,
     ordered: Callable[[Case], bool],
 ) -> Case:
-    """A case drawn from ``rng``; ``ordered`` says whether additions have the order of the ranks, so that any input has one right result."""
+    """Draw a case from ``rng``; ``ordered`` restricts it to additions in rank order, for any input."""
     from dataclasses import replace
 
     name = str(rng.choice(names))

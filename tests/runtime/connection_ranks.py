@@ -1,4 +1,4 @@
-"""What the ranks of ``test_connections`` run: all live, and the TCP connection between two of them breaks."""
+"""Rank functions of ``test_connections``: a TCP connection between two live ranks breaks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.runtime.sweep_ranks import act_as_hosts
 
 
 def _told(comm: miraccl.Communicator) -> dict[str, Any]:
-    """What an operation that never ends well is told, and how long that took."""
+    """Run an operation that never completes and return its error and duration."""
     start = time.monotonic()
     try:
         while True:
@@ -35,7 +35,7 @@ def _told(comm: miraccl.Communicator) -> dict[str, Any]:
 
 
 def broken(how: str) -> Any:
-    """The connection between ranks 0 and 1 of three breaks; then they go on together."""
+    """Break the connection between ranks 0 and 1 of three; then let them continue together."""
     act_as_hosts(1)
     comm = miraccl.init(timeout=30)
     comm.barrier()
@@ -57,7 +57,7 @@ def broken(how: str) -> Any:
 
 
 def broken_early() -> Any:
-    """The connection breaks when its streams are there and the communicator is not: both proxies know it before anybody can be told."""
+    """Break the connection after its streams exist and before the communicator does."""
     act_as_hosts(1)
     connect = SocketTransport.connect
 
@@ -80,7 +80,7 @@ def broken_early() -> Any:
 
 
 def cut_before_the_welcome() -> Any:
-    """Rank 1 has proved itself and heard the proof of rank 0, to which its welcome does not come any more."""
+    """Cut the connection after mutual authentication, before rank 0's welcome reaches rank 1."""
     act_as_hosts(1)
     os.environ["MIRACCL_NSOCKS_PERTHREAD"] = "1"
     read = ConnectRound._read
@@ -101,7 +101,7 @@ def cut_before_the_welcome() -> Any:
 
 
 def absent_while_connecting() -> Any:
-    """Rank 1 is stopped when the others connect to it, in the last moments of the deadline; it goes on after they have given up."""
+    """Stop rank 1 while the others connect to it, until they have given up at the deadline."""
     act_as_hosts(1)
     connect = SocketTransport.connect
 
@@ -125,7 +125,7 @@ def absent_while_connecting() -> Any:
 
 
 def slow() -> float:
-    """Both ranks send and receive at once, and the network between them stands still for a second."""
+    """Exchange messages over a network that stalls for a second."""
     act_as_hosts(1)
     with miraccl.init(timeout=30) as comm:
         x, out, other = np.full(350_000, comm.rank + 1.0), np.zeros(350_000), 1 - comm.rank

@@ -1,4 +1,4 @@
-"""One rank in a network namespace: all collectives, then a goodbye. Started by ``test_network``."""
+"""One rank in a network namespace: all collectives, then finalize. Started by ``test_network``."""
 
 from __future__ import annotations
 

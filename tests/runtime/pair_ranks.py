@@ -1,4 +1,4 @@
-"""Calls of which one rank makes another one than the others, over several communicators; each rank returns what it saw."""
+"""Mismatching calls of one rank, over several communicators; each rank returns what it observed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LARGE = 400_000  # more elements than slots take
 
 
 class Rank:
-    """A rank of a communicator of its own, and of a part of that with the same ranks."""
+    """A rank of a communicator, and of a split of it with the same ranks."""
 
     def __init__(self, world: miraccl.Communicator, timeout: float) -> None:
         made = str(miraccl.get_unique_id()) if world.rank == 0 else ""
@@ -69,7 +69,10 @@ CALLS: dict[str, Callable[[Rank], Any]] = {
 def pairs(
     names: list[tuple[str, str]], timeout: float, ranks_per_host: int, answer_s: float | None = None
 ) -> list[dict[str, Any]]:
-    """What this rank saw of each pair (call of rank ODD, call of the others); ``answer_s``: how long ranks wait for answers of others."""
+    """Run each pair (call of rank ODD, call of the others) and return this rank's observations.
+
+    ``answer_s`` is the time that ranks wait for answers of others.
+    """
     if answer_s is not None:
         detector.QUERY_TIMEOUT_S = status_report.STATUS_TIMEOUT_S = answer_s
     act_as_hosts(ranks_per_host)
@@ -97,8 +100,11 @@ def one(world: miraccl.Communicator, first: str, second: str, timeout: float) ->
 
 
 def threads() -> float:
-    """Rank 0 waits in one communicator for rank 1, which waits for it in another one, where a thread of rank 0 is to come: it comes when
-    rank 1 has asked twice where everybody is."""
+    """Wait across two communicators, until a thread of rank 0 calls the operation that rank 1
+    awaits.
+
+    It does so once rank 1 has queried the others twice.
+    """
     with miraccl.init(timeout=60) as world:
         me = Rank(world, 60)
         x, y = np.ones(3), np.ones(3)
@@ -120,7 +126,10 @@ def come_late(me: Rank, y: Any, asked: threading.Semaphore) -> None:
 
 
 def questions(session: Session) -> threading.Semaphore:
-    """What is released whenever another rank asks what this one does. All ranks call it: each pause between questions is a longer one."""
+    """Return a semaphore released at each status query; called by all ranks.
+
+    The pauses between queries grow.
+    """
     asked = threading.Semaphore(0)
     session.on_event(lambda event: asked.release() if isinstance(event, StatusRequest) else None)
     session.barrier("questions")
@@ -133,7 +142,7 @@ def await_two(asked: threading.Semaphore) -> None:
 
 
 def late() -> float:
-    """Rank 0 computes while the others wait for it, until they have asked twice where it is."""
+    """Compute on rank 0 while the others wait for it, until they have queried it twice."""
     with miraccl.init(timeout=60) as comm:
         x, asked = np.ones(3), questions(comm._core.session)
         if comm.rank == 0:

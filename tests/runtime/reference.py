@@ -1,7 +1,8 @@
-"""What each collective must give, in NumPy, straight from its definition: nothing of the package's own arithmetic is used.
+"""Reference results of each collective in NumPy, from its definition, without the package's own
+arithmetic.
 
-16- and 8-bit floats are added up in float32 in the order of the ranks and rounded once; integers wrap around; averages of integers
-are truncated towards zero; NaN spreads through min and max.
+16-bit and 8-bit floats are added in float32 in rank order and rounded once; integers wrap around;
+averages of integers are truncated towards zero; NaN propagates through min and max.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ OPERATORS = (RedOp.SUM, RedOp.PROD, RedOp.MIN, RedOp.MAX, RedOp.AVG)
 
 
 def wild(rng: np.random.Generator, dtype: DType, count: int) -> Array:
-    """All bit patterns: for integers values that overflow, for floats infinities, NaNs, zeros of both signs and subnormals."""
+    """Return arbitrary bit patterns: overflowing integers, infinities, NaNs, signed zeros,
+    subnormals.
+    """
     return np.frombuffer(rng.bytes(count * dtype.itemsize), DTYPES[dtype]).copy()
 
 
 def tame(rng: np.random.Generator, dtype: DType, count: int) -> Array:
-    """-1, 0 and 1 (0 and 1 where there is no sign), mostly 0: sums and products are exact in every type and every order."""
+    """Return -1, 0 and 1 (unsigned: 0 and 1), mostly 0: exact in every type and order."""
     low = 0 if dtype in (DType.UINT8, DType.UINT32, DType.UINT64) else -1
     values = rng.integers(low, 2, count) * (rng.random(count) < 0.4)
     return values.astype(np.float32).astype(DTYPES[dtype])
@@ -49,7 +52,7 @@ def tame(rng: np.random.Generator, dtype: DType, count: int) -> Array:
 def reduce_arrays(
     arrays: Sequence[Array], op: RedOp | PreMulSum, scalars: Sequence[float] = ()
 ) -> Array:
-    """All ranks' arrays, in the order of the ranks."""
+    """Reduce the arrays of all ranks in rank order."""
     dtype = arrays[0].dtype
     small = any(dtype == DTYPES[d] for d in SMALL_FLOATS)
     wide = np.dtype(np.float32) if small else dtype
@@ -80,12 +83,12 @@ def reduce_arrays(
 
 
 def same(a: Array, b: Array) -> bool:
-    """Equal bit for bit, but for the payload and sign of NaNs."""
+    """Return True if arrays are equal bit by bit, except for payload and sign of NaNs."""
     return bool(differing(a, b).size == 0)
 
 
 def differing(a: Array, b: Array, zeros_alike: bool = False) -> Any:
-    """Indices of the elements that differ; ``zeros_alike``: -0 is 0, as for the smaller of the two, which may be either."""
+    """Return the indices of differing elements; with ``zeros_alike`` -0 equals 0, as in a minimum."""
     assert a.dtype == b.dtype, (a.dtype, b.dtype)
     assert a.size == b.size, (a.shape, b.shape)
     flat_a, flat_b = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)

@@ -1,4 +1,4 @@
-"""What the ranks of the property tests run."""
+"""Rank functions of the property tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLLECTIVE = {
 
 
 def derived(world: Communicator, label: str, **options: Any) -> Communicator:
-    """Another communicator of the same ranks with other options."""
+    """Return another communicator of the same ranks with other options."""
     member = world._core
     session = member.session.subgroup(range(world.nranks), label)
     opts = replace(member.options, **options)
@@ -29,7 +29,7 @@ def derived(world: Communicator, label: str, **options: Any) -> Communicator:
 
 
 def act_as_hosts(ranks_per_host: int) -> None:
-    """Ranks 0, 1 ... of this machine say that they are on hosts of their own (0: they do not)."""
+    """Assign the ranks of this machine to different hosts; 0 leaves them on one."""
     if ranks_per_host:
         os.environ["MIRACCL_HOSTID"] = f"host{int(os.environ['MIRACCL_RANK']) // ranks_per_host}"
 
@@ -43,7 +43,7 @@ def random_cases(
     window: bool,
     ranks_per_host: int = 0,
 ) -> int:
-    """Run ``number`` random cases on an algorithm (or the model's choice); returns how many were run."""
+    """Run ``number`` random cases with an algorithm (or the planner's choice); return the count."""
     act_as_hosts(ranks_per_host)
     with miraccl.init(buffsize=1) as world:
         comm = derived(world, "sweep", algo=algo, deterministic=deterministic)
@@ -79,7 +79,7 @@ def random_cases(
 
 
 def single_copy_cases(seed: int, number: int, algo: str, counts: list[int], threshold: int) -> None:
-    """As ``random_cases``, where private memory is read by the peer from ``threshold`` bytes on."""
+    """Run random cases with direct reads of private memory from ``threshold`` bytes."""
     with miraccl.init(buffsize=1) as world:
         comm = derived(world, "single copy", algo=algo)
         member = comm._core
@@ -115,7 +115,7 @@ def single_copy_cases(seed: int, number: int, algo: str, counts: list[int], thre
 
 
 def rewritten() -> None:
-    """Change every input right after the call returns; results must be those of before."""
+    """Overwrite every input directly after the call; results must not change."""
     with miraccl.init() as comm:
         n = comm.nranks
         for count in (16, 20_000, 300_000):
@@ -149,7 +149,9 @@ def rewritten() -> None:
 
 
 def rooted_fast_calls(root: int) -> None:
-    """Gather and scatter that have been seen go through their doors, which look at the root's side only on the root."""
+    """Check that repeated gather and scatter use the fast path, which reads root arguments on the
+    root.
+    """
     with miraccl.init() as comm:
         n, me = comm.nranks, comm.rank
         mine, every = np.full(6, me + 1.0), np.repeat(np.arange(1.0, n + 1), 6)
@@ -195,7 +197,9 @@ def rooted_fast_calls(root: int) -> None:
 
 
 def reduce_door(root: int, algo: str) -> None:
-    """A reduce that has been seen goes through its door, whose output counts on the root alone; others' input is never written."""
+    """Check that a repeated reduce uses the fast path, with ``out`` on the root and inputs
+    unchanged.
+    """
     with miraccl.init() as world:
         comm = derived(world, "reduce door", algo=algo)
         n, me = comm.nranks, comm.rank

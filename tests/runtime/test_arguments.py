@@ -1,4 +1,6 @@
-"""What a call accepts and refuses: refusals come before anything is sent, say which argument is wrong, and harm nothing."""
+"""Argument validation: errors precede any data, name the argument, and leave the communicator
+usable.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def comm() -> Iterator[Communicator]:
 
 
 class Exporter:
-    """A DLPack tensor on memory of NumPy's, as a library without NumPy would hand it out."""
+    """A DLPack tensor over NumPy memory, as exported by a library without NumPy."""
 
     def __init__(
         self,
@@ -90,7 +92,7 @@ class Exporter:
 
 
 class VersionedExporter(Exporter):
-    """The same as DLPack 1.0 has it: version, context, deleter and flags before the tensor."""
+    """A DLPack 1.0 tensor: version, context, deleter and flags precede the tensor."""
 
     def __init__(self, base: np.ndarray, code: int, bits: int, *, flags: int) -> None:
         super().__init__(base, code, bits)
@@ -125,7 +127,7 @@ class Interface:
 
 
 def test_arrays_of_all_makes(comm: Communicator) -> None:
-    """Each is viewed, never copied: what is written to the view is in the original."""
+    """Arrays are viewed, never copied: a write to the view reaches the original."""
     plain = np.arange(6, dtype=np.float32)
     makes: list[tuple[Any, np.ndarray]] = [
         (plain, plain),
@@ -197,7 +199,7 @@ def test_dlpack_that_may_not_be_written(comm: Communicator) -> None:
 
 
 def test_a_class_with_gpu_arrays_may_have_others(comm: Communicator) -> None:
-    """As JAX's, whose arrays in CPU memory refuse the attribute that the class has."""
+    """JAX arrays in CPU memory raise for the GPU attribute that their class has."""
 
     class Somewhere(Exporter):
         @property
@@ -228,7 +230,7 @@ def test_dlpack_refusals() -> None:
 
 
 def test_arrays_without_memory_are_refused() -> None:
-    """Whatever they say of it."""
+    """Freed storage is detected although shape and address look valid."""
     lost, odd, endless = (Exporter(np.ones(4, np.float32), 2, 32) for _ in range(3))
     lost.tensor.data = None
     ctypes.c_int64.from_address(odd.tensor.shape).value = -4
@@ -263,7 +265,7 @@ def test_arrays_without_memory_are_refused() -> None:
 
 
 def test_masks_are_refused(comm: Communicator) -> None:
-    """Operations would add what lies under them."""
+    """Operations would add masked elements."""
     said = Interface(np.ones(4, np.float32))
     said.__array_interface__ |= {"mask": np.zeros(4, bool)}
     for thing in (np.ma.masked_array(np.ones(4), mask=[False, True, False, False]), said):
@@ -441,7 +443,7 @@ WRONG: list[tuple[str, Any]] = [
 
 
 def test_scalars_that_are_not_finite_or_just_so_are_taken(comm: Communicator) -> None:
-    """What the user gives is his; a scalar that rounds to the largest number is that."""
+    """inf and nan are the caller's choice; a scalar may round to the largest finite value."""
     largest = np.finfo(np.float32).max
     for scalar, want in (
         (float("inf"), np.inf),
@@ -461,7 +463,7 @@ def test_scalars_that_are_not_finite_or_just_so_are_taken(comm: Communicator) ->
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64])
 def test_scalars_of_integers_are_exact(comm: Communicator, dtype: Any) -> None:
-    """A float64 holds no odd number beyond 2^53. What is a whole number is one, whatever it is made of."""
+    """float64 has no odd integers above 2^53; integers of any library keep their value."""
     limits, odd = np.iinfo(dtype), (1 << 53) + 1
     large = (odd, -odd, int(limits.max), int(limits.min), int(limits.max) - 1)
     cases: list[tuple[Any, int]] = [(s, s) for s in large if limits.min <= s <= limits.max]
@@ -487,7 +489,7 @@ def test_scalars_of_integers_are_exact(comm: Communicator, dtype: Any) -> None:
 
 
 def test_a_whole_number_of_floats_is_rounded_as_a_float() -> None:
-    """NumPy's scalars are kept as numbers of Python's, whose equality is exact: launches are found by it."""
+    """NumPy scalars become Python numbers: launches are cached by their exact equality."""
     odd = (1 << 53) + 1
     wholes: list[Any] = [odd, np.uint64(odd), True]
     others: list[Any] = [2.0, np.float64(2), np.float16(2)]
@@ -507,7 +509,7 @@ def test_a_whole_number_of_floats_is_rounded_as_a_float() -> None:
 
 @pytest.mark.parametrize("number", [0, False, 0.0, np.int64(0), np.False_])
 def test_operators_equal_no_numbers(number: Any) -> None:
-    """Launches are found by their operator, and what is none must not find those of ``SUM``."""
+    """Launches are cached by operator: 0 and False must not find the entry of ``SUM``."""
     assert {(RedOp.SUM, 1): "launch"}.get((number, 1)) is None
     assert number not in {RedOp.SUM}
 
@@ -641,7 +643,7 @@ def test_options_are_checked() -> None:
 
 
 def refused_on_all_ranks() -> None:
-    """Mistakes that only several ranks can make; each rank refuses its own call, and nothing was sent."""
+    """Make mistakes that need several ranks; each rank rejects its own call before data is sent."""
     with miraccl.init(timeout=10) as comm:
         n = comm.nranks
         odd = np.zeros(n * 4 + 1, np.float32)

@@ -1,4 +1,4 @@
-"""What a communicator was asked to be: options, settings, wishes of NCCL's variables, and the reasons that come out."""
+"""Options, settings, NCCL's hints, and the reasons that ``explain`` gives."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_equals_occur() -> None:
 
 @pytest.mark.parametrize("nranks", [2, 4, 8])
 def test_sizes_of_a_class_have_one_algorithm(nranks: int) -> None:
-    """... and the reason says so where another one is predicted to be faster at that very size."""
+    """The reason says so if another algorithm is predicted to be faster at that size."""
     planner, reasons = (
         Planner(
             rank=0,
@@ -214,7 +214,7 @@ def test_a_schedule_for_one_root_is_no_candidate_for_others(asked: str) -> None:
 
 
 def test_uneven_blocks_are_not_kept_in_scratch_memory() -> None:
-    """Its size would follow from counts that come with the call."""
+    """The size of scratch memory would depend on the counts of each call."""
     gather = Collective.ALL_GATHER
     register("pat_for_uneven", collectives=[gather], uneven=[gather], description="")(
         lambda collective, nranks, root: replace(
@@ -278,7 +278,7 @@ def test_signals_go_with_blocks_that_all_ranks_know() -> None:
 
 
 def twins(steps: Callable[[int], list[Step]], **more: Any) -> Schedule:
-    """An all-reduce of two ranks that do the same."""
+    """Build an all-reduce of two ranks with identical steps."""
     return one_channel("flawed", Collective.ALL_REDUCE, map(steps, range(2)), **more)
 
 

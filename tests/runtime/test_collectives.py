@@ -1,8 +1,8 @@
-"""Collectives on real ranks against NumPy: every algorithm, all types and operators, in place and not, sizes around every border.
+"""Collectives on real ranks against NumPy: all algorithms, types, operators, forms and edge sizes.
 
-Hypothesis draws seeds; the ranks of one run draw many cases from a seed (``tests.runtime.cases``), so that starting ranks is not what
-the time goes into. ``buffsize=1`` makes the slots of FIFOs as small as they get (8 KiB), so that a few thousand elements take several
-rounds.
+Hypothesis draws seeds; the ranks of one run draw many cases from a seed (``tests.runtime.cases``),
+since starting ranks takes most of the time. ``buffsize=1`` makes FIFO slots as small as possible (8
+KiB), so that a few thousand elements take several rounds.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_nine_ranks() -> None:
 @quick
 @given(seed=seeds, nranks=st.integers(2, 5))
 def test_deterministic_sums_have_the_order_of_the_ranks(seed: int, nranks: int) -> None:
-    """Every bit pattern, every float type: the one right result."""
+    """Every bit pattern and float type has one correct result."""
     run_ranks(sweep_ranks.random_cases, nranks, seed, 40, "", True, COUNTS, True)
 
 
@@ -99,12 +99,12 @@ def test_with_settings(settings_of: dict[str, str], seed: int) -> None:
 @pytest.mark.parametrize("threshold", [0, 4096])
 @pytest.mark.parametrize("algo", ["", "ring", "two_shot", "one_shot", "chain", "pat", "bruck"])
 def test_payloads_read_from_private_memory(algo: str, threshold: int) -> None:
-    """Single copy wherever an algorithm allows it, whatever the measured constants say."""
+    """Single copies wherever an algorithm allows them, whatever the measured constants."""
     run_ranks(sweep_ranks.single_copy_cases, 3, 7 + threshold, 25, algo, COUNTS, threshold)
 
 
 def test_window_memory_rewritten_directly_after_the_call() -> None:
-    """A sender whose window memory was posted by address may overwrite it as soon as its call has returned."""
+    """A sender may overwrite window memory that was posted by address once its call has returned."""
     for nranks in (2, 4):
         run_ranks(sweep_ranks.rewritten, nranks)
 

@@ -1,4 +1,4 @@
-"""A TCP connection breaks between ranks that live: all are told in time, and can go on together."""
+"""Broken TCP connections between live ranks: all are notified in time and can continue together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Communicators among communicators: split, several at once, ranks that are threads, memory, and window memory's life."""
+"""Lifecycle: split, several communicators, ranks as threads, finalize, memory and window memory."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def failing(call: Callable[[], Any]) -> tuple[threading.Thread, list[MiracclError]]:
-    """A thread that makes a call, and the error of that when it has ended."""
+    """Start a thread that makes a call; return it and the error of that call."""
     errors: list[MiracclError] = []
 
     def run() -> None:
@@ -161,7 +161,7 @@ def test_an_error_of_one_thread_reaches_the_others() -> None:
 
 
 def test_two_threads_in_one_communicator_are_told() -> None:
-    """The second is refused while the first waits, and the first is not harmed."""
+    """The second thread is rejected while the first waits, which is unaffected."""
 
     def work(comm: Communicator) -> None:
         inside = threading.Event()
@@ -202,7 +202,7 @@ def test_two_threads_in_one_communicator_are_told() -> None:
 def test_finalize_ends_what_another_thread_is_in(
     patience: float, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the awaited rank leaves, too, or else after a while, and not at the operation's deadline."""
+    """The operation ends when the awaited rank leaves, or after a while, not at its deadline."""
     monkeypatch.setattr(core, "CLOSE_WAIT_S", patience)
     ranks: dict[int, Communicator] = {}
     ended = threading.Event()
@@ -250,7 +250,7 @@ def test_finalize_ends_what_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class LateRank1:
-    """Ranks of which rank 1 hears late what the others tell."""
+    """Ranks of which rank 1 processes notices late."""
 
     watcher: LateWatcher
 
@@ -263,7 +263,7 @@ class LateRank1:
         self._all_here.wait(20)
 
     def abort(self, comm: Communicator) -> None:
-        """Rank 1 holds what it hears from when ``comm``, another rank, aborts."""
+        """Abort ``comm`` of another rank while rank 1 holds back its notices."""
         comm._core.session.notify({"kind": "for a test"})
         self.watcher.wait_for_event()
         comm.abort("for a test")
@@ -298,7 +298,7 @@ def test_what_was_told_before_a_connection_broke_is_the_reason_however_late_the_
 def test_a_mismatch_behind_a_connection_that_broke_is_told_as_a_mismatch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """To rank 1, which sees no board of another rank, as if it were on another host."""
+    """Rank 1 sees no progress page of another rank, as if it were on another host."""
     monkeypatch.setattr(Fabric, "near", property(lambda fabric: [0, 1] if fabric.rank == 0 else []))
     called = threading.Barrier(2)
 
@@ -317,7 +317,7 @@ def test_a_mismatch_behind_a_connection_that_broke_is_told_as_a_mismatch(
 def test_a_program_that_another_thread_wakes_goes_on_when_the_others_have_heard(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It may end at once."""
+    """The process may exit directly afterwards."""
     monkeypatch.setattr(faults, "HEARD_WAIT_S", 20.0)
     late = LateRank1(2)
 
@@ -352,7 +352,9 @@ def test_a_program_that_another_thread_wakes_goes_on_when_the_others_have_heard(
 
 
 def test_what_was_told_before_a_rank_left_is_the_reason_however_late_the_watcher_is() -> None:
-    """That a rank has left ends a meeting before the watcher deals with what was told first."""
+    """The departure of a rank ends a control operation before the watcher processes earlier
+    notices.
+    """
     late = LateRank1(2)
 
     def work(comm: Communicator) -> None:
@@ -407,7 +409,9 @@ def test_finalize_in_a_signal_handler_ends_what_its_thread_is_in() -> None:
 
 
 def finalize_in_a_handler_of_finalize() -> str:
-    """Rank 0 finalizes while an operation is pending, for which rank 1 comes once a handler has finalized there, too."""
+    """Finalize rank 0 with a pending operation, whose peer joins after a signal handler has
+    finalized.
+    """
     with miraccl.init(timeout=20) as comm:
         session, handled = comm._core.session, threading.Event()
 
@@ -435,7 +439,9 @@ def test_finalize_in_a_signal_handler_leaves_one_that_is_under_way_alone() -> No
 
 
 def finalize_in_a_handler_of_a_call() -> bool:
-    """A signal comes in the middle of a call that shuts the doors; whether they are shut in the end."""
+    """Interrupt a call that updates the busy word; return True if the fast path is disabled in the
+    end.
+    """
     comm = miraccl.init(timeout=20)
     context = comm._core.context
     signal.signal(signal.SIGALRM, lambda *_: comm.finalize())
@@ -551,7 +557,7 @@ def test_shrink_of_a_whole_communicator_is_a_copy() -> None:
 
 
 def descriptors() -> list[int]:
-    """How many this process has open: before communicators are split, with eight of them, and without them again."""
+    """Return the open descriptors before a split, with eight children, and after these are closed."""
     with miraccl.init() as world:
         counts = [len(os.listdir("/proc/self/fd"))]
         parts = [world.split(0) for _ in range(8)]
@@ -586,7 +592,7 @@ def test_communicators_of_one_job_share_its_descriptors() -> None:
 
 
 def window_use() -> list[int]:
-    """Bytes of window memory that are held: for an array, once it is touched, for another beside it, and for none."""
+    """Return resident window bytes: for a new array, touched, with a second array, and with none."""
     with miraccl.init() as comm:
         first, second = comm.empty(10 * PAGE, np.uint8), comm.empty(PAGE, np.uint8)
         used = [comm.memory()["window"]]
@@ -614,7 +620,9 @@ def memory_use() -> dict[str, int]:
 
 @pytest.mark.multiprocess
 def test_memory_is_bounded_and_linear() -> None:
-    """8 MiB a rank for 8 local ranks, and no more for 4; what is reserved is what the slots and pages of all peers take."""
+    """8 MiB per rank for 8 local ranks and no more for 4; reservations cover slots and pages of all
+    peers.
+    """
     used = {n: run_ranks(memory_use, n) for n in (2, 4, 8)}
     for n, ranks in used.items():
         for memory in ranks:
@@ -647,7 +655,7 @@ def test_slots_share_a_budget(npeers: int, budget: int) -> None:
 def test_windows_leave_addresses_for_other_communicators(
     memory: int, nranks: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank maps those of all: half a TiB of 128, however much memory the host has."""
+    """Each rank maps the windows of all: half a TiB of 128, whatever memory the host has."""
     monkeypatch.setattr(
         os, "sysconf", {"SC_PAGE_SIZE": PAGE, "SC_PHYS_PAGES": memory // PAGE}.__getitem__
     )
@@ -659,7 +667,7 @@ def test_windows_leave_addresses_for_other_communicators(
 
 @pytest.mark.multiprocess
 def test_ranks_whose_address_space_is_limited_have_window_memory() -> None:
-    """As batch systems limit it (``ulimit -v``), here to a gigabyte more than is mapped already."""
+    """Batch systems limit it with ``ulimit -v``; here to a gigabyte more than is mapped."""
     assert run_ranks(limited, 2) == [3.0, 3.0]
 
 
@@ -684,7 +692,9 @@ def make_window(pages: int) -> WindowAllocator:
     st.randoms(use_true_random=False),
 )
 def test_window_allocation(plan: list[int | None], random: Any) -> None:
-    """A number allocates so many bytes, None frees a random array: pieces never overlap, keep their contents and come back whole."""
+    """A number allocates bytes, None frees a random array: blocks never overlap and are reused
+    whole.
+    """
     window = make_window(24)
     live: dict[int, np.ndarray] = {}
     array = None
@@ -721,11 +731,11 @@ def test_window_allocation(plan: list[int | None], random: Any) -> None:
 
 
 def test_window_memory_that_the_collector_frees_inside_an_allocation() -> None:
-    """Arrays in a cycle go whenever the collector runs, in the middle of an allocation perhaps."""
+    """The garbage collector may free cyclic arrays in the middle of an allocation."""
     window = make_window(64)
 
     class Lock:
-        """A lock in whose protection a piece comes back."""
+        """A lock under which a block is released."""
 
         def __init__(self) -> None:
             self.real = threading.Lock()
@@ -794,7 +804,9 @@ def test_segments_of_processes_that_are_gone() -> None:
 
 
 def test_threads_agree_on_window_memory() -> None:
-    """One thread's buffers are window memory, another's are not: a thread could address both, but the plan must be the same on all."""
+    """The plan must be the same on all ranks, even if a thread could address private memory of
+    another.
+    """
 
     def work(comm: Communicator) -> None:
         for turn in range(8):
@@ -811,7 +823,7 @@ def test_threads_agree_on_window_memory() -> None:
 
 
 def test_background_work_without_a_thread_fails_alone() -> None:
-    """The host's limit on processes, say: the operation was not begun, and the communicator goes on."""
+    """At the limit on processes, the operation does not start and the communicator remains usable."""
 
     def work(comm: Communicator) -> float:
         x = np.ones(4, np.float32)

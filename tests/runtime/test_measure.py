@@ -1,4 +1,4 @@
-"""Measuring a machine on which others compute: what they disturb does not count."""
+"""Measurement on a machine with other load: disturbed repetitions do not count."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.ranks import run_ranks
 
 @pytest.fixture
 def crowded_core() -> Iterator[None]:
-    """This thread and a process that computes have one core for both."""
+    """Share one core between this thread and a busy process."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
@@ -49,14 +49,14 @@ def test_a_core_that_others_took_is_noticed(crowded_core: None) -> None:
 
 
 def test_a_thread_that_sleeps_is_not_disturbed() -> None:
-    """Waiting for a peer is not waiting for a core: at the most the wake-up is."""
+    """Waiting for a peer is not waiting for a core, except for the wake-up."""
     limit = time.monotonic() + 30
     while measure.timed(lambda: time.sleep(0.05))[1]:
         assert time.monotonic() < limit
 
 
 class Script:
-    """Seconds and disturbances as written down; the other rank says ``theirs``."""
+    """Scripted times and disturbances; the other rank reports ``theirs``."""
 
     def __init__(self, *rows: tuple[float, bool], theirs: bool = False) -> None:
         self.rows, self.theirs, self.taken = list(rows), theirs, 0
@@ -93,7 +93,7 @@ def test_repetitions_that_nobody_disturbs(
 
 
 def measured_one_sided() -> list[int]:
-    """Single copies measured where rank 1 may not read rank 0's memory, as a child may not under Yama's ptrace_scope 1."""
+    """Measure single copies while rank 1 may not read rank 0's memory (Yama ptrace_scope 1)."""
     if os.environ["MIRACCL_RANK"] == "1":
         shm._can_read = lambda pid, address: False
     with miraccl.init() as comm:

@@ -1,4 +1,6 @@
-"""Communicators over TCP: ranks that act as hosts of their own, shared memory and TCP in one communicator, namespaces, strangers."""
+"""Communicators over TCP: simulated hosts, mixed transports, network namespaces, unauthenticated
+peers.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ seeds = st.integers(0, 1 << 30)
 @once
 @given(seed=seeds)
 def test_collectives_between_hosts(nranks: int, ranks_per_host: int, seed: int) -> None:
-    """Uneven hosts too: the last has one rank, whose slots would be larger."""
+    """Hosts are uneven as well: the last has one rank, whose slots would be larger."""
     run_ranks(sweep_ranks.random_cases, nranks, seed, 60, "", False, COUNTS, True, ranks_per_host)
 
 
@@ -49,7 +51,7 @@ def test_every_algorithm_between_hosts(algo: str, seed: int) -> None:
 
 
 def large(ranks_per_host: int) -> None:
-    """Messages of several network pieces and odd sizes; both kinds of connection in one communicator."""
+    """Run messages of several network pieces and odd sizes over both transports."""
     sweep_ranks.act_as_hosts(ranks_per_host)
     with miraccl.init(timeout=30) as comm:
         n, r = comm.nranks, comm.rank
@@ -92,7 +94,7 @@ def test_addressable_algorithms_are_refused_between_hosts() -> None:
 
 
 def pestered(ranks_per_host: int) -> int:
-    """Rank 0 sends garbage to every port of the job while collectives go on."""
+    """Send garbage from rank 0 to every port of the job while collectives run."""
     sweep_ranks.act_as_hosts(ranks_per_host)
     with miraccl.init(timeout=30) as comm:
         transports = comm._core.fabric._transports
@@ -168,7 +170,7 @@ def test_garbage_at_the_ports_of_a_running_communicator(ranks_per_host: int) -> 
 
 @pytest.fixture(params=["10.78.0.{}/24", "fd78::{}/64"], ids=["IPv4", "IPv6"])
 def namespaces(request: pytest.FixtureRequest) -> Iterator[tuple[str, str, str]]:
-    """Two namespaces with one address each on a veth pair: (first, second, address of the first)."""
+    """Two namespaces on a veth pair: (first, second, address of the first)."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("needs root and the ip command")
     names = [f"mcnet{os.getpid()}{side}" for side in "ab"]

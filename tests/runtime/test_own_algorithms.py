@@ -1,4 +1,4 @@
-"""Schedules that are not built in, on CPU ranks: on memory that peers can address, and made of built-in ones."""
+"""User-defined schedules on CPU ranks: with addressable memory, and composed of built-in ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ COUNT = 50_000
 
 
 def out_of_outputs(collective: Collective, nranks: int, root: int) -> Schedule:
-    """Everybody reads all outputs, which hold the inputs, and overwrites its own when all have read."""
+    """Read the outputs of all peers, which hold the inputs, then overwrite one's own."""
 
     def steps(rank: int) -> Iterator[Step]:
         peers = peers_after(rank, nranks)
@@ -83,7 +83,9 @@ def test_outputs_of_peers_are_read_where_they_lie(
 
 
 def through_scratch(way: str) -> Schedule:
-    """An all-gather of two ranks, right by the interpreter and the verifier, in which the peer's scratch memory is read or written."""
+    """Build an all-gather of two ranks, valid for the verifier, that accesses the peer's scratch
+    memory.
+    """
 
     def steps(rank: int) -> Iterator[Step]:
         peer = 1 - rank
@@ -130,7 +132,7 @@ def test_scratch_of_peers_is_refused_by_all(way: str) -> None:
 
 
 def in_two_chunks(way: str) -> Schedule:
-    """An all-reduce in which every sum is of two chunks at once."""
+    """Build an all-reduce whose sums cover two chunks at once."""
 
     def steps(rank: int, nranks: int) -> Iterator[Step]:
         peers = peers_after(rank, nranks)
@@ -169,7 +171,9 @@ def test_sums_of_several_chunks(way: str, count: int) -> None:
 
 
 def handed_over(collective: Collective, nranks: int, root: int) -> Schedule:
-    """A broadcast to rank 1 by a message and to rank 2 by reading, with signals among the messages and a barrier at the end."""
+    """Build a broadcast by message to rank 1 and by direct read on rank 2, with signals and a
+    barrier.
+    """
     programs = [
         [send(inp(0), 1), copy(inp(0), out(0)), signal([1, 2]), wait([2]), barrier()],
         [recv(out(0), 0), wait([0]), barrier()],
@@ -196,7 +200,7 @@ def test_signals_among_messages() -> None:
 
 
 def signalled_apart(collective: Collective, nranks: int, root: int) -> Schedule:
-    """Signals stand before, between and after the data of their ranks, each in another place than at the peer."""
+    """Build a schedule whose signals precede, split and follow the data, differently on each rank."""
     if collective is Collective.GATHER:  # the root reads; the others have no data to move
         programs = [
             [
@@ -263,7 +267,7 @@ def test_signals_in_different_places_of_the_ranks() -> None:
 
 
 def read_by_all(collective: Collective, nranks: int, root: int) -> Schedule:
-    """Everybody reads the inputs of its peers, whose sizes it does not look at."""
+    """Read the inputs of all peers without regard to their sizes."""
 
     def steps(rank: int) -> Iterator[Step]:
         peers = peers_after(rank, nranks)
@@ -300,7 +304,7 @@ def test_uneven_blocks_of_peers_are_not_read_at_places_that_they_alone_know() ->
 
 
 def right_apart(collective: Collective, nranks: int, root: int) -> Schedule:
-    """Right out of place only: rank 0 sends its input after it has written the sum."""
+    """Build a schedule valid out of place only: rank 0 sends its input after writing the sum."""
     programs = [
         [recv_reduce_copy(inp(0), out(0), 1), send(inp(0), 1)],
         [send(inp(0), 0), recv_reduce_copy(inp(0), out(0), 0)],
@@ -323,7 +327,7 @@ def test_each_form_is_proved_before_it_runs() -> None:
 
 
 def wrong(collective: Collective, nranks: int, root: int) -> Schedule:
-    """Every rank keeps what it has, and barriers wait for nobody."""
+    """Build schedules in which every rank keeps its data and barriers do not wait."""
     barrier = collective is Collective.BARRIER
     return one_channel(
         "wrong", collective, ([] if barrier else [copy(inp(0), out(0))] for rank in range(nranks))
@@ -357,7 +361,7 @@ def test_a_wrong_one_harms_nobody_who_did_not_ask_for_it() -> None:
 
 
 def signalled_first(collective: Collective, nranks: int, root: int) -> Schedule:
-    """Nine signals to a peer before it takes one, and nine that it takes one by one."""
+    """Send nine signals to a peer before it consumes one."""
     waits = [*[signal([1])] * 9, *[wait([1])] * 9]
     if collective is Collective.BARRIER:
         return one_channel(
@@ -394,7 +398,9 @@ def test_more_signals_than_there_is_room_for() -> None:
 
 
 def made_of_others(schedule: Schedule) -> Iterator[Schedule]:
-    """Right schedules of the same collective, with several channels, parts and messages under way."""
+    """Return valid schedules of the same collective with several channels, parts and messages in
+    flight.
+    """
     apart = passes.split_messages(schedule)
     yield passes.pipeline(passes.split_channels(apart, 2), 3)
     yield passes.fuse(
@@ -403,7 +409,7 @@ def made_of_others(schedule: Schedule) -> Iterator[Schedule]:
 
 
 def runs_what_passes_make() -> int:
-    """Every built-in algorithm through passes, against what the collective is defined to give; how many calls were right."""
+    """Run every built-in algorithm through the passes; return the number of correct calls."""
     calls = 0
     with miraccl.init() as comm:
         me, n = comm.rank, comm.nranks

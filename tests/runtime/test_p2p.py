@@ -1,6 +1,6 @@
-"""Sends, receives, groups and background work: what MPI and NCCL programs do with them, on real ranks.
+"""Sends, receives, groups and background work on real ranks, in patterns of MPI and NCCL programs.
 
-Each rank function is a list of patterns that follow one another on one communicator, so that one start of ranks pays for all.
+Each rank function is a sequence of patterns on one communicator, so that ranks start once for all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def expect(got: np.ndarray, rank: int, tag: int = 0) -> None:
 
 
 def ring(comm: Communicator, count: int) -> None:
-    """Everybody sends to the next and receives from the one before, with sendrecv and in a group."""
+    """Send to the next rank and receive from the previous one, with sendrecv and in a group."""
     to, frm = (comm.rank + 1) % comm.nranks, (comm.rank - 1) % comm.nranks
     out = np.zeros(count, np.float32)
     assert comm.sendrecv(data(comm.rank, count), to, out, frm) is out
@@ -48,7 +48,7 @@ def ring(comm: Communicator, count: int) -> None:
 
 
 def receive_first(comm: Communicator, count: int) -> None:
-    """Both ranks start with their receive; the receive is waited for after a send, before it, or polled."""
+    """Start with a receive on both ranks; wait for it after a send, before it, or poll it."""
     peer = comm.rank ^ 1
     if peer >= comm.nranks:
         return
@@ -72,7 +72,7 @@ def receive_first(comm: Communicator, count: int) -> None:
 
 
 def while_the_program_is_elsewhere(comm: Communicator) -> None:
-    """A message in the background goes on while its sender, or its receiver, waits in another communicator for the other one."""
+    """Progress a background message while one side waits in another communicator for the other."""
     peer = comm.rank ^ 1
     other = comm.split(comm.rank // 2)
     assert other is not None
@@ -94,7 +94,7 @@ def while_the_program_is_elsewhere(comm: Communicator) -> None:
 
 
 def polled_by_another_thread(comm: Communicator) -> None:
-    """Who looks at a message that another thread waits for is told so, and has not ended that thread's wait."""
+    """Poll a message that another thread waits for: rejected, without effect on that wait."""
     side = comm.split(0)
     assert side is not None
     for count in (3, BIG):
@@ -124,7 +124,7 @@ def polled_by_another_thread(comm: Communicator) -> None:
 
 
 def refused_while_another_thread_is_inside(comm: Communicator) -> None:
-    """Of a message that is refused nothing is sent or received later."""
+    """A rejected message is neither sent nor received later."""
     side, n = comm.split(0), comm.nranks
     assert side is not None
     x, out = np.full(3, 9, np.float32), np.zeros(3, np.float32)
@@ -168,7 +168,7 @@ def refused_while_another_thread_is_inside(comm: Communicator) -> None:
 
 
 def many_in_flight(comm: Communicator) -> None:
-    """More messages than a FIFO is deep, waited for in the opposite order."""
+    """Post more messages than a FIFO is deep and wait for them in reverse order."""
     to, frm = (comm.rank + 1) % comm.nranks, (comm.rank - 1) % comm.nranks
     outs = [np.zeros(1 + 900 * tag, np.float32) for tag in range(20)]
     receives = [comm.recv(out, frm, async_op=True) for out in outs]
@@ -203,7 +203,9 @@ def send_while_receive_is_open(comm: Communicator) -> None:
 
 
 def different_groups(comm: Communicator, count: int) -> None:
-    """One end groups what the other does one by one, in both directions, with messages larger than the FIFO."""
+    """Group on one side what the other calls singly, both directions, with messages beyond the
+    FIFO.
+    """
     if comm.rank > 1 or comm.nranks < 2:
         return
     peer = 1 - comm.rank
@@ -225,7 +227,7 @@ def different_groups(comm: Communicator, count: int) -> None:
 
 
 def everybody_to_everybody(comm: Communicator) -> None:
-    """A group with several messages of different types to each rank, this rank itself among them."""
+    """Group several messages of different types to each rank, this one included."""
     dtypes = (np.float32, np.uint8, ref.DTYPES[DType.BFLOAT16])
     outs = {
         (r, t): np.zeros(17 + 3000 * t, d) for r in range(comm.nranks) for t, d in enumerate(dtypes)
@@ -256,7 +258,9 @@ def to_oneself(comm: Communicator) -> None:
 
 
 def groups_of_all_kinds(comm: Communicator) -> None:
-    """Collectives inside groups, nested groups, two communicators in one group, an exception inside."""
+    """Collectives inside groups, nested groups, two communicators in one group, an exception
+    inside.
+    """
     a, b = np.full(5, comm.rank, np.int64), np.zeros(5, np.int64)
     to, frm = (comm.rank + 1) % comm.nranks, (comm.rank - 1) % comm.nranks
     with miraccl.group():
@@ -282,7 +286,10 @@ def groups_of_all_kinds(comm: Communicator) -> None:
 
 
 def groups_of_two_communicators(comm: Communicator) -> None:
-    """Ranks name them in different orders, with messages that need their peers; and some are met in a collective only."""
+    """Name communicators in different orders, with messages that need their peers.
+
+    Some communicators take part with a collective only.
+    """
     other = comm.split(0)
     assert other is not None
     n, peer = comm.nranks, comm.rank ^ 1
@@ -310,7 +317,7 @@ def groups_of_two_communicators(comm: Communicator) -> None:
 
 
 def background_collectives(comm: Communicator) -> None:
-    """Results and order of background work mixed with sync calls; what is wrong with arguments is said at once."""
+    """Mix background work and synchronous calls; argument errors are raised at once."""
     n = comm.nranks
     xs = [np.full(1000 * (i + 1), comm.rank + i, np.float32) for i in range(6)]
     works = [comm.all_reduce(x, async_op=True) for x in xs[:3]]
@@ -350,7 +357,7 @@ def background_collectives(comm: Communicator) -> None:
 
 
 def messages_behind_a_background_collective(comm: Communicator) -> None:
-    """A send that was called while a collective was in the background is not overtaken by one that compiled code runs after that."""
+    """A send called during a background collective is not overtaken by a later fast-path send."""
     side = comm.split(0)
     assert side is not None
     here = np.zeros(BIG, np.float32)
@@ -376,7 +383,7 @@ def messages_behind_a_background_collective(comm: Communicator) -> None:
 
 
 def messages_between_background_collectives(comm: Communicator) -> None:
-    """A send that is called after a collective in the background does not overtake it, even if that waits for sends before it."""
+    """A send called after a background collective does not overtake it, even behind earlier sends."""
     side = comm.split(0)
     assert side is not None
     first, second = (np.ones(3000, np.float32) for _ in range(2))
@@ -429,7 +436,7 @@ def persistent_operations(comm: Communicator) -> None:
 
 
 def persistent_operations_with_parts_and_roots(comm: Communicator) -> None:
-    """Each is called again with other contents of the same buffers, small and large, between operations that are not prepared."""
+    """Repeat persistent operations with new contents, small and large, between other operations."""
     n, rank, root = comm.nranks, comm.rank, comm.nranks - 1
     ranks = np.arange(n)
     for count in (2, 4000):

@@ -1,4 +1,6 @@
-"""Ranks that wait for one another in different calls, of whatever communicators, are told at once: their deadlines are far away."""
+"""Deadlocks between ranks in different calls and communicators are reported at once, not at
+deadlines.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def test_each_is_told_where_the_others_are() -> None:
 
 
 def test_a_rank_that_has_finalized() -> None:
-    """Nobody waits for its answer when the others ask who is where."""
+    """Queries of the others do not wait for its answer."""
     names = [("finalize", "all_reduce"), ("finalize", "recv")]
     for rank, seen in enumerate(run_ranks(pair_ranks.pairs, 3, names, FAR_S, 0, FAR_S)):
         for got in seen:

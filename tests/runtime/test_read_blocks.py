@@ -1,4 +1,4 @@
-"""Exchanges in which ranks read whole blocks in each other's private memory: rounds are cut alike on all ranks, and the data come."""
+"""Exchanges with direct reads of whole blocks: rounds are cut alike on all ranks, data is complete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCK = 3 << 20
 def round_bytes(
     collective: Collective, algo: str, nranks: int = 4, block: int = BLOCK, **request: Any
 ) -> int:
-    """How many bytes of a block a rank moves at a time."""
+    """Return the bytes of a block that a rank moves per round."""
     planner = Planner(
         rank=0,
         shape=CommunicatorShape(nranks=nranks),
@@ -71,7 +71,7 @@ def test_blocks_are_read_whole_from_the_threshold_on() -> None:
 
 
 def exchange(nbytes: int) -> None:
-    """all_gather, in place on rank 0 only, and all_to_all, twice each, of blocks that are not whole rounds."""
+    """Run all_gather (in place on rank 0 only) and all_to_all twice, with partial rounds."""
     with miraccl.init() as comm:
         member = comm._core
         assert member.fabric.addressable

@@ -1,4 +1,4 @@
-"""Slots that change hands: every message arrives whole whatever its way, no slot is lost or has two owners, and exchanges do use it."""
+"""Slots that change hands: every message is complete, and every slot has exactly one owner."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PIECE = 64 << 10  # of a message between two ranks of a host
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """The engine is there before a deadline runs; to compile it takes a busy machine a minute."""
+    """Compile the engine before a deadline runs; that takes a busy machine a minute."""
     miraccl.init().finalize()
 
 
@@ -28,7 +28,7 @@ def bytes_of(word: int) -> list[int]:
 
 
 def slots_of(comm: Communicator, peer: int) -> list[int]:
-    """Numbers of the slots that this rank may use towards a peer, once all it sent has been taken."""
+    """Return the slots this rank may use towards a peer, once all its messages were consumed."""
     row = comm._core.context._send[peer]
     returned = bytes_of(words_at(int(row[layout.CONN_TAIL_ADDR // 8]) + layout.TAIL_RETURNED, 1)[0])
     sent = bytes_of(row[layout.CONN_SENT // 8])
@@ -41,7 +41,7 @@ def message(source: int, number: int, nbytes: int) -> np.ndarray:
 
 
 def converse(comm: Communicator, swap: int, seed: int) -> list[list[int]]:
-    """Two ranks do the same random program of messages one way, in bursts and both ways at once; the slots each has after every part."""
+    """Run the same random message program on two ranks; return the slots of each after every part."""
     comm._core.context.set(layout.CTX_SWAP, swap)
     rng, peer, owned, number = np.random.default_rng(seed), 1 - comm.rank, [], 0
 
@@ -91,7 +91,7 @@ def test_slots_stay_where_they_are_unless_told() -> None:
 
 
 def test_ranks_need_not_agree() -> None:
-    """One rank keeps what it reads, the other gives every slot back."""
+    """One rank keeps the slots that it reads, the other returns each."""
     first, second = in_threads(2, lambda comm: converse(comm, comm.rank, 6))
     assert all(
         len(mine) == len(theirs) == layout.NSLOTS

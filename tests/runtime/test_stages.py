@@ -1,4 +1,4 @@
-"""A communicator is made in stages by one deadline, and who waits in one of them is told what has ended it."""
+"""Setup phases share one deadline, and a rank that waits in one is told what ended it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ WAYS: dict[str, Callable[[Communicator], Communicator | None]] = {
 
 
 class Clock:
-    """Once it is ``on``, the deadline passes while rank 0 waits in the stage ``last``, before which rank 1 stops until ``told`` is set."""
+    """Clock under which the deadline passes while rank 0 waits in the phase ``last``.
+
+    Rank 1 stops before that phase until ``told`` is set. Active once ``on`` is set.
+    """
 
     def __init__(self, last: str) -> None:
         self.last, self.on, self.stopped, self.told = (
@@ -66,7 +69,9 @@ class Clock:
         return self._gather(session, data, tag, timeout)
 
     def check(self, make: Callable[[], Any], rank: int) -> None:
-        """``make`` ends with the deadline: rank 0 knows the stage and who is late, and rank 1 is told of rank 0."""
+        """Check that ``make`` ends with the deadline, names phase and late rank, and notifies rank
+        1.
+        """
         with pytest.raises(MiracclError) as caught:
             make()
         error = caught.value
@@ -80,7 +85,7 @@ class Clock:
             assert isinstance(error, BootstrapError)
 
     def check_that_it_is_one(self, make: Callable[[], Any], rank: int) -> None:
-        """``make`` ends with the deadline, which all its stages share."""
+        """Check that ``make`` ends with the deadline that all of its phases share."""
         begun = time.monotonic()
         self.check(make, rank)
         assert len(self.deadlines[rank]) > 3
@@ -136,7 +141,7 @@ def test_all_stages_end_by_the_deadline_for_meeting(
 
 
 def test_shrink_goes_on_without_a_rank_that_finalizes() -> None:
-    """Its connection stays, as it has another communicator."""
+    """The connection of that rank stays open, since it has another communicator."""
     parts: dict[int, Communicator] = {}
     sizes: list[int] = []
 
@@ -178,7 +183,7 @@ def test_a_rank_that_does_not_come_to_a_stage_is_named_with_it(clock: Clock) -> 
 def test_a_rank_that_connects_when_another_one_has_given_up_is_told_so(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The deadline is over for both; what it can see for itself is that a segment is missing."""
+    """The deadline is over for both; locally visible is only a missing segment."""
     reach = Fabric._connect_transport
     monkeypatch.setattr(fabric_module, "DEATH_NOTICE_S", 20.0)
 
@@ -222,7 +227,7 @@ def test_what_a_machine_does_at_its_first_use_is_not_on_time(
 
 
 def test_finalize_ends_a_shrink_of_another_thread() -> None:
-    """The other rank takes this one for one that has left, and would never come."""
+    """The other rank believes that this one has left, and would never join."""
     ended = threading.Event()
 
     def work(comm: Communicator) -> None:

@@ -1,4 +1,4 @@
-"""What MIRACCL_DEBUG=info says of a communicator that has been made."""
+"""Log lines of MIRACCL_DEBUG=info for new communicators."""
 
 from __future__ import annotations
 

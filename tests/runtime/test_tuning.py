@@ -1,4 +1,4 @@
-"""How this machine's constants come about."""
+"""Measured constants of this machine and their cache."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def test_the_time_for_measuring_does_not_pass_while_the_engine_is_compiled(
 def test_the_cache_is_as_large_as_the_kernel_says(
     text: str, nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not where that is no size, as on machines that only pretend to be."""
+    """The default applies if sysfs has no size, as on some emulated machines."""
     monkeypatch.setattr(fabric, "open", lambda path: io.StringIO(text), raising=False)
     assert fabric.last_level_cache_bytes() == nbytes

@@ -1,4 +1,4 @@
-"""Uneven collectives whose counts are new with every call: right in every form, planned once, and refused where ranks disagree."""
+"""Uneven collectives with new counts in every call: correct, planned once, mismatches reported."""
 
 from __future__ import annotations
 

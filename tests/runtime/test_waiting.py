@@ -1,4 +1,4 @@
-"""How ranks wait that share their core with a process that computes."""
+"""Waits of ranks that share a core with a busy process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _busy_process() -> Iterator[None]:
 
 
 def sleeps() -> list[int]:
-    """How often this rank slept in so many waits of a collective, and of sends and receives."""
+    """Return how often this rank slept during waits in a collective, and in sends and receives."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     company: Any = (
         _busy_process() if os.environ["MIRACCL_RANK"] == "0" else contextlib.nullcontext()
@@ -60,6 +60,6 @@ def sleeps() -> list[int]:
 
 
 def test_ranks_sleep_rather_than_yield_to_a_process_that_computes() -> None:
-    """A yield would give it the core for a whole time slice, each time: milliseconds for an operation of microseconds."""
+    """A yield would hand over the core for a whole time slice: milliseconds per operation."""
     for of_kind in zip(*run_ranks(sleeps, 2), strict=True):
         assert sum(of_kind) > OPERATIONS / 4

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of uneven collectives run."""
+"""Rank functions of the tests of uneven collectives."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PLANS = 100  # of one collective, type and root: four to each power of two that 
 
 
 def table_of(seed: int, nranks: int, most: int) -> np.ndarray:
-    """Counts from (row) to (column), at times none."""
+    """Return a table of counts from (row) to (column), some of them 0."""
     rng = np.random.default_rng(seed)
     return rng.integers(0, most + 1, (nranks, nranks)) * (rng.random((nranks, nranks)) < 0.8)
 
 
 def said(number: int, counts: Sequence[int]) -> Any:
-    """Counts as callers have them, in seven ways; the first three need nothing of Python in the end."""
+    """Return the counts in seven forms; the first three need no Python code in repeated calls."""
     array = np.array(counts)
     ways = (
         list(counts),
@@ -44,7 +44,7 @@ def said(number: int, counts: Sequence[int]) -> Any:
 def all_to_all(
     comm: Communicator, table: np.ndarray, say: Callable[[list[int]], Any] = list, out: bool = True
 ) -> None:
-    """Element k of what rank a sends rank b is 1000 a + 10 b + k."""
+    """Run ``all_to_all_v``; element k from rank a to rank b is 1000 a + 10 b + k."""
     me, n = comm.rank, comm.nranks
     sends, receives = table[me].tolist(), table[:, me].tolist()
     x = np.concatenate(
@@ -60,7 +60,7 @@ def all_to_all(
 
 
 def others(comm: Communicator, counts: list[int], say: Callable[[list[int]], Any] = list) -> None:
-    """The collectives whose counts all ranks know."""
+    """Run the collectives whose counts all ranks know."""
     me, root = comm.rank, len(counts) - 1
     firsts = np.cumsum([0, *counts])
     whole = np.arange(sum(counts), dtype=np.float32) + 1
@@ -86,7 +86,7 @@ def others(comm: Communicator, counts: list[int], say: Callable[[list[int]], Any
 
 
 def shapes() -> None:
-    """Every table that is a border, told in every way."""
+    """Run every corner-case table, in every form of counts."""
     with miraccl.init() as comm:
         n = comm.nranks
         alone, to_one, turn = (np.zeros((n, n), np.int64) for _ in range(3))
@@ -132,7 +132,7 @@ def shapes() -> None:
 
 
 def rounds(ranks_per_host: int) -> None:
-    """Blocks of many slots beside blocks of none, in private and in window memory."""
+    """Run blocks of many slots next to empty ones, in private and in window memory."""
     act_as_hosts(ranks_per_host)
     with miraccl.init(buffsize=1) as comm:
         for seed in range(5):
@@ -149,7 +149,7 @@ def rounds(ranks_per_host: int) -> None:
 
 
 def always_new(calls: int) -> dict[str, Any]:
-    """Counts that no call before had: what is kept of them."""
+    """Run with new counts in every call and return the number of cached entries."""
     with miraccl.init() as comm:
         n, me, member = comm.nranks, comm.rank, comm._core
         rng = np.random.default_rng(3)
@@ -189,7 +189,7 @@ def resident_bytes() -> int:
 
 
 def disagree(what: str, then: str, ranks_per_host: int, timeout: float = 4.0) -> dict[str, Any]:
-    """Rank 1 does not expect what rank 0 sends, or the ranks' lists differ."""
+    """Run mismatching counts: rank 1 does not expect what rank 0 sends, or the lists differ."""
     act_as_hosts(ranks_per_host)
     comm = miraccl.init(timeout=timeout)
     together(comm)
