@@ -25,7 +25,7 @@ from miraccl.types import RedOp
 from tests.diagnosis.fault_ranks import seen as told_by
 from tests.gpu.emulated_ranks import Rank, rank
 from tests.gpu.fake_ranks import session
-from tests.runtime.pair_ranks import await_two, questions
+from tests.runtime.pair_ranks import await_two, status_queries
 
 
 def mismatch(later: bool) -> str:
@@ -491,7 +491,7 @@ def works_that_end() -> list[float]:
         for _ in range(2):
             comm.all_reduce(x, stream=0)
         me.synchronize()
-        asked = questions(comm._core.session)
+        asked = status_queries(comm._core.session)
         if me.rank == 0:
             work = comm.broadcast(x, 0, async_op=True)
             comm.recv(me.zeros(10), 1, async_op=True)

@@ -47,7 +47,7 @@ from miraccl.types import Collective, DType, RedOp
 from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import FakeArray, FakeCuda, FakeLocal, place, seen
 from tests.gpu.fake_ranks import session
-from tests.runtime.pair_ranks import await_two, questions
+from tests.runtime.pair_ranks import await_two, status_queries
 
 BIG = 50_001  # float32: several pieces of the smallest slots
 
@@ -951,7 +951,7 @@ def late(hosts: str) -> None:
         n, r = w.nranks, w.rank
         cpu: Any = w.comm.runtime.world
         for in_stream in (False, True):
-            asked = questions(cpu._core.session)
+            asked = status_queries(cpu._core.session)
             x, y = w.put(np.full(1000, r, np.float32)), w.zeros(1000, DType.FLOAT32)
             if r == 0 and in_stream:
                 w.cuda._put(0, functools.partial(await_two, asked))
@@ -979,7 +979,7 @@ def stands_still() -> None:
         comm, r = w.comm, w.rank
         large, y, z = (w.put(np.full(count, r, np.float32)) for count in (800_000, 10, 10))
         cpu: Any = comm.runtime.world
-        asked = questions(cpu._core.session)
+        asked = status_queries(cpu._core.session)
         if r == 0:
             comm.send(large, 1)
             comm.send(y, 2)

@@ -24,7 +24,7 @@ from tests.diagnosis.fault_ranks import nobody_left, seen, together, wait_until
 from tests.runtime.sweep_ranks import act_as_hosts
 
 
-def _told(comm: miraccl.Communicator) -> dict[str, Any]:
+def _reported_error(comm: miraccl.Communicator) -> dict[str, Any]:
     """Run an operation that never completes and return its error and duration."""
     start = time.monotonic()
     try:
@@ -46,7 +46,7 @@ def broken(how: str) -> Any:
             sock.shutdown(socket.SHUT_RDWR)
         else:  # between two messages: the proxy is asleep
             sock.send(b"garbage." * 6)
-    told = _told(comm)
+    told = _reported_error(comm)
     nobody_left(comm)
     smaller = comm.shrink()
     total = smaller.all_reduce(np.full(70_000, comm.rank + 1.0))
@@ -74,12 +74,12 @@ def broken_early() -> Any:
     start = time.monotonic()
     try:
         with miraccl.init(timeout=30) as comm:
-            return _told(comm)
+            return _reported_error(comm)
     except MiracclError as error:  # the other one was late, and the communicator could not be made
         return {**seen(error), "seconds": time.monotonic() - start}
 
 
-def cut_before_the_welcome() -> Any:
+def cut_before_welcome() -> Any:
     """Cut the connection after mutual authentication, before rank 0's welcome reaches rank 1."""
     act_as_hosts(1)
     os.environ["MIRACCL_NSOCKS_PERTHREAD"] = "1"

@@ -8,7 +8,7 @@ import numpy as np
 
 import miraccl
 from tests.runtime import cases
-from tests.runtime.test_p2p import everybody_to_everybody, ring
+from tests.runtime.test_p2p import all_to_all_messages, ring
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
             )
             cases.perform(comm, case)
         ring(comm, 600_000)
-        everybody_to_everybody(comm)
+        all_to_all_messages(comm)
         addresses = comm._core.session.addresses
         print("fine", sorted(kinds.items()), addresses, flush=True)
 

@@ -108,7 +108,9 @@ def threads() -> float:
     with miraccl.init(timeout=60) as world:
         me = Rank(world, 60)
         x, y = np.ones(3), np.ones(3)
-        helper = threading.Thread(target=come_late, args=(me, y, questions(me.part._core.session)))
+        helper = threading.Thread(
+            target=come_late, args=(me, y, status_queries(me.part._core.session))
+        )
         if me.rank == 0:
             helper.start()
             me.comm.all_reduce(x)
@@ -125,7 +127,7 @@ def come_late(me: Rank, y: Any, asked: threading.Semaphore) -> None:
     me.part.all_reduce(y)
 
 
-def questions(session: Session) -> threading.Semaphore:
+def status_queries(session: Session) -> threading.Semaphore:
     """Return a semaphore released at each status query; called by all ranks.
 
     The pauses between queries grow.
@@ -141,10 +143,10 @@ def await_two(asked: threading.Semaphore) -> None:
         assert asked.acquire(timeout=30)
 
 
-def late() -> float:
+def late_rank() -> float:
     """Compute on rank 0 while the others wait for it, until they have queried it twice."""
     with miraccl.init(timeout=60) as comm:
-        x, asked = np.ones(3), questions(comm._core.session)
+        x, asked = np.ones(3), status_queries(comm._core.session)
         if comm.rank == 0:
             await_two(asked)
         comm.all_reduce(x)

@@ -196,7 +196,7 @@ def rooted_fast_calls(root: int) -> None:
         comm.barrier()
 
 
-def reduce_door(root: int, algo: str) -> None:
+def reduce_fast_path(root: int, algo: str) -> None:
     """Check that a repeated reduce uses the fast path, with ``out`` on the root and inputs
     unchanged.
     """

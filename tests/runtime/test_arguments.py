@@ -126,7 +126,7 @@ class Interface:
         self.__array_interface__ = base.__array_interface__
 
 
-def test_arrays_of_all_makes(comm: Communicator) -> None:
+def test_arrays_of_all_kinds(comm: Communicator) -> None:
     """Arrays are viewed, never copied: a write to the view reaches the original."""
     plain = np.arange(6, dtype=np.float32)
     makes: list[tuple[Any, np.ndarray]] = [
@@ -180,7 +180,7 @@ def test_dlpack_types(code: tuple[int, int], dtype: Any) -> None:
     assert empty.count == 0
 
 
-def test_dlpack_that_may_not_be_written(comm: Communicator) -> None:
+def test_read_only_dlpack(comm: Communicator) -> None:
     base = np.arange(6, dtype=np.float32)
     assert (
         view(VersionedExporter(base, 2, 32, flags=2), "x", writes=True, where="test").address
@@ -198,7 +198,7 @@ def test_dlpack_that_may_not_be_written(comm: Communicator) -> None:
     assert comm.all_gather(constant).tolist() == base.tolist()
 
 
-def test_a_class_with_gpu_arrays_may_have_others(comm: Communicator) -> None:
+def test_class_with_gpu_attribute_in_cpu_memory(comm: Communicator) -> None:
     """JAX arrays in CPU memory raise for the GPU attribute that their class has."""
 
     class Somewhere(Exporter):
@@ -210,7 +210,7 @@ def test_a_class_with_gpu_arrays_may_have_others(comm: Communicator) -> None:
     assert comm.all_reduce(Somewhere(x, 2, 32), out=np.empty_like(x)).tolist() == [1.0, 1.0, 1.0]
 
 
-def test_dlpack_refusals() -> None:
+def test_rejected_dlpack() -> None:
     base = np.ones((4, 4), np.float32)
     for exporter, why in (
         (Exporter(base, 2, 32, device=2), "is in device memory"),
@@ -229,7 +229,7 @@ def test_dlpack_refusals() -> None:
         view(Broken(), "x", writes=False, where="test")
 
 
-def test_arrays_without_memory_are_refused() -> None:
+def test_freed_arrays_are_rejected() -> None:
     """Freed storage is detected although shape and address look valid."""
     lost, odd, endless = (Exporter(np.ones(4, np.float32), 2, 32) for _ in range(3))
     lost.tensor.data = None
@@ -264,7 +264,7 @@ def test_arrays_without_memory_are_refused() -> None:
     assert view(whole[:0], "x", writes=False, where="a test").count == 0
 
 
-def test_masks_are_refused(comm: Communicator) -> None:
+def test_masked_arrays_are_rejected(comm: Communicator) -> None:
     """Operations would add masked elements."""
     said = Interface(np.ones(4, np.float32))
     said.__array_interface__ |= {"mask": np.zeros(4, bool)}
@@ -442,7 +442,7 @@ WRONG: list[tuple[str, Any]] = [
 ]
 
 
-def test_scalars_that_are_not_finite_or_just_so_are_taken(comm: Communicator) -> None:
+def test_nonfinite_and_largest_scalars_are_accepted(comm: Communicator) -> None:
     """inf and nan are the caller's choice; a scalar may round to the largest finite value."""
     largest = np.finfo(np.float32).max
     for scalar, want in (
@@ -488,7 +488,7 @@ def test_scalars_of_integers_are_exact(comm: Communicator, dtype: Any) -> None:
         np.testing.assert_array_equal(x, want)
 
 
-def test_a_whole_number_of_floats_is_rounded_as_a_float() -> None:
+def test_whole_float_is_rounded_as_float() -> None:
     """NumPy scalars become Python numbers: launches are cached by their exact equality."""
     odd = (1 << 53) + 1
     wholes: list[Any] = [odd, np.uint64(odd), True]
@@ -514,7 +514,7 @@ def test_operators_equal_no_numbers(number: Any) -> None:
     assert number not in {RedOp.SUM}
 
 
-def test_factors_are_equal_where_products_are() -> None:
+def test_equal_factors_have_equal_products() -> None:
     zeros: list[Any] = [0.0, 0, np.float16(0), False]
     negative: list[Any] = [-0.0, np.float32(-0.0), np.array(-0.0)]
     for group in (zeros, negative):
@@ -532,7 +532,7 @@ def grouped(call: Any, *args: Any, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("why", "call"), WRONG, ids=[f"{i}-{why[:30]}" for i, (why, _) in enumerate(WRONG)]
 )
-def test_refusals(comm: Communicator, why: str, call: Any) -> None:
+def test_rejected_arguments(comm: Communicator, why: str, call: Any) -> None:
     for _ in range(2):
         with pytest.raises(InvalidUsage) as caught:
             call(comm)
@@ -540,7 +540,7 @@ def test_refusals(comm: Communicator, why: str, call: Any) -> None:
     assert (comm.all_reduce(np.ones(3)) == 1).all()
 
 
-def test_no_memory_for_a_result(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_for_result(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     def empty(*_: Any) -> Any:
         raise MemoryError
 
@@ -554,7 +554,7 @@ def test_no_memory_for_a_result(comm: Communicator, monkeypatch: pytest.MonkeyPa
     assert comm.all_gather(LINE).size == LINE.size
 
 
-def test_a_stream_is_refused_with_cpu_memory_however_often_it_was_called(
+def test_stream_with_cpu_memory_is_rejected_on_every_call(
     comm: Communicator,
 ) -> None:
     x, out = np.ones(4), np.ones(4)
@@ -570,7 +570,7 @@ def test_a_stream_is_refused_with_cpu_memory_however_often_it_was_called(
             call(*((x, out) if call == comm.all_to_all else (x,)), stream=0)
 
 
-def test_a_prepared_operation_on_cpu_memory_takes_no_stream(comm: Communicator) -> None:
+def test_persistent_operation_on_cpu_memory_rejects_stream(comm: Communicator) -> None:
     x, scaled = np.ones(4), np.full(4, 3.0)
     for prepared in (comm.all_reduce_init(x), comm.reduce_init(scaled, op=PreMulSum(2))):
         for _ in range(2):
@@ -583,7 +583,7 @@ def test_a_prepared_operation_on_cpu_memory_takes_no_stream(comm: Communicator) 
     assert scaled.tolist() == [12.0] * 4, "only what was started has changed it"
 
 
-def test_the_patience_of_a_wait_is_any_number(comm: Communicator) -> None:
+def test_timeout_of_wait(comm: Communicator) -> None:
     for timeout in (1e300, 10**400, float("inf"), 0.5, 30):
         assert comm.all_reduce(np.ones(2), async_op=True).wait(timeout=timeout).sum() == 2
         assert (
@@ -642,7 +642,7 @@ def test_options_are_checked() -> None:
             Communicator(2, unique_id, 0)  # type: ignore[arg-type]
 
 
-def refused_on_all_ranks() -> None:
+def rejected_on_all_ranks() -> None:
     """Make mistakes that need several ranks; each rank rejects its own call before data is sent."""
     with miraccl.init(timeout=10) as comm:
         n = comm.nranks
@@ -687,11 +687,11 @@ def refused_on_all_ranks() -> None:
 
 
 @pytest.mark.multiprocess
-def test_refusals_on_all_ranks_leave_the_communicator_usable() -> None:
-    run_ranks(refused_on_all_ranks, 3)
+def test_rejections_leave_the_communicator_usable() -> None:
+    run_ranks(rejected_on_all_ranks, 3)
 
 
-def test_numbers_and_types_of_numpy_are_taken(comm: Any) -> None:
+def test_numpy_numbers_and_types_are_accepted(comm: Any) -> None:
     assert comm.all_gather(np.float32(3)).tolist() == [3.0]
     assert comm.broadcast(np.ones(2), np.int64(0)).tolist() == [1.0, 1.0]
     assert comm.all_gather_v(np.ones(3), np.array([3])).shape == (3,)

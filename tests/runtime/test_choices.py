@@ -69,7 +69,7 @@ def chosen(
 @pytest.mark.parametrize(
     "collective", [Collective.ALL_REDUCE, Collective.BROADCAST, Collective.ALL_GATHER]
 )
-def test_only_the_lowest_prediction_is_called_so(collective: Collective, nranks: int) -> None:
+def test_lowest_prediction_is_named_once(collective: Collective, nranks: int) -> None:
     for exponent in range(3, 25):
         first, *others = chosen(collective, 1 << exponent, nranks)
         lowest = min(
@@ -84,7 +84,7 @@ def test_only_the_lowest_prediction_is_called_so(collective: Collective, nranks:
             assert first.predicted_us <= 1.05 * lowest
 
 
-def test_equals_occur() -> None:
+def test_ties_occur() -> None:
     first, second, *_ = chosen(Collective.ALL_REDUCE, 128 << 10)
     assert (first.algo, first.reason) == (
         "ring",
@@ -95,7 +95,7 @@ def test_equals_occur() -> None:
 
 
 @pytest.mark.parametrize("nranks", [2, 4, 8])
-def test_sizes_of_a_class_have_one_algorithm(nranks: int) -> None:
+def test_size_class_has_one_algorithm(nranks: int) -> None:
     """The reason says so if another algorithm is predicted to be faster at that size."""
     planner, reasons = (
         Planner(
@@ -132,7 +132,7 @@ def test_sizes_of_a_class_have_one_algorithm(nranks: int) -> None:
     assert reasons >= {"lowest", "preferred"}
 
 
-def test_a_size_that_is_new_costs_no_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_size_costs_no_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
     planner = Planner(
         rank=0,
         shape=CommunicatorShape(nranks=4),
@@ -163,7 +163,7 @@ def test_a_size_that_is_new_costs_no_predictions(monkeypatch: pytest.MonkeyPatch
     assert 5120 in predicted
 
 
-def test_an_algorithm_that_is_new_is_considered() -> None:
+def test_new_algorithm_is_considered() -> None:
     planner = Planner(
         rank=0,
         shape=CommunicatorShape(nranks=4),
@@ -190,7 +190,7 @@ def test_an_algorithm_that_is_new_is_considered() -> None:
 
 
 @pytest.mark.parametrize("asked", ["", "for_root_2"])
-def test_a_schedule_for_one_root_is_no_candidate_for_others(asked: str) -> None:
+def test_schedule_for_one_root_excludes_others(asked: str) -> None:
     catalog.register_schedule(
         replace(catalog.build("chain", Collective.BROADCAST, 4, 2), name="for_root_2")
     )
@@ -213,7 +213,7 @@ def test_a_schedule_for_one_root_is_no_candidate_for_others(asked: str) -> None:
         catalog.unregister("for_root_2")
 
 
-def test_uneven_blocks_are_not_kept_in_scratch_memory() -> None:
+def test_uneven_blocks_exclude_scratch_memory() -> None:
     """The size of scratch memory would depend on the counts of each call."""
     gather = Collective.ALL_GATHER
     register("pat_for_uneven", collectives=[gather], uneven=[gather], description="")(
@@ -244,7 +244,7 @@ def test_uneven_blocks_are_not_kept_in_scratch_memory() -> None:
         catalog.unregister("pat_for_uneven")
 
 
-def test_signals_go_with_blocks_that_all_ranks_know() -> None:
+def test_signals_need_blocks_that_all_ranks_know() -> None:
     collectives = [Collective.ALL_GATHER, Collective.GATHER]
     at_root = [copy(inp(0), out(0)), barrier(), recv(out(1), 1)]
     programs = {
@@ -277,7 +277,7 @@ def test_signals_go_with_blocks_that_all_ranks_know() -> None:
         catalog.unregister("signals")
 
 
-def twins(steps: Callable[[int], list[Step]], **more: Any) -> Schedule:
+def symmetric_all_reduce(steps: Callable[[int], list[Step]], **more: Any) -> Schedule:
     """Build an all-reduce of two ranks with identical steps."""
     return one_channel("flawed", Collective.ALL_REDUCE, map(steps, range(2)), **more)
 
@@ -292,7 +292,7 @@ def fails(*args: object) -> Any:
 
 FLAWED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "no sum": (
-        lambda *args: twins(lambda rank: [copy(inp(0), out(0))]),
+        lambda *args: symmetric_all_reduce(lambda rank: [copy(inp(0), out(0))]),
         {},
         r"channel 0, rank 0, step 0 .* at the end output\[0\]",
     ),
@@ -302,14 +302,14 @@ FLAWED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
         "contribution of rank 1 to input.* twice",
     ),
     "not on CPUs": (
-        lambda *args: twins(
+        lambda *args: symmetric_all_reduce(
             lambda rank: [right(rank)[0], signal([1 - rank]), wait([1 - rank]), right(rank)[1]]
         ),
         {},
         "CPU ranks take them in the order they were sent in",
     ),
     "too wide": (
-        lambda *args: twins(
+        lambda *args: symmetric_all_reduce(
             lambda rank: [
                 send(inp(0, 8192), 1 - rank),
                 recv_reduce_copy(inp(0, 8192), out(0, 8192), 1 - rank),
@@ -325,17 +325,17 @@ FLAWED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
         "failed to build all_reduce over 2 ranks: ZeroDivisionError: by a test",
     ),
     "no condition": (
-        lambda *args: twins(right),
+        lambda *args: symmetric_all_reduce(right),
         {"condition": fails},
         "failed to evaluate its condition for all_reduce over 2 ranks: ZeroDiv",
     ),
     "no latency": (
-        lambda *args: twins(right),
+        lambda *args: symmetric_all_reduce(right),
         {"latency": fails},
         "failed to compute the latency of all_reduce over 2 ranks: ZeroDiv",
     ),
     "not in the order it claims": (
-        lambda *args: twins(right),
+        lambda *args: symmetric_all_reduce(right),
         {"rank_ordered": True},
         "in rank order",
     ),
@@ -343,7 +343,7 @@ FLAWED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("flaw", FLAWED)
-def test_an_algorithm_that_was_not_asked_for_is_left_out_where_it_cannot_be_run(flaw: str) -> None:
+def test_defective_algorithm_is_excluded_unless_requested(flaw: str) -> None:
     build, claims, reason = FLAWED[flaw]
     request = partial(
         PlanRequest,
@@ -421,7 +421,7 @@ def test_an_algorithm_that_was_not_asked_for_is_left_out_where_it_cannot_be_run(
         ("allreduces:ring", {}),
     ],
 )
-def test_what_nccl_algo_wishes(
+def test_nccl_algo_hints(
     text: str, expected: dict[Collective, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="miraccl"):
@@ -431,7 +431,7 @@ def test_what_nccl_algo_wishes(
     assert nccl_hints.read_algorithms({"MIRACCL_ALGO": "Ring", "NCCL_ALGO": text}) == ("ring", {})
 
 
-def test_an_algorithm_that_does_not_exist_is_told_with_the_variable() -> None:
+def test_unknown_algorithm_error_names_the_variable() -> None:
     with pytest.raises(InvalidUsage, match=r"^MIRACCL_ALGO: .*'rings'"):
         nccl_hints.read_algorithms({"MIRACCL_ALGO": "rings"})
 
@@ -450,7 +450,7 @@ def test_an_algorithm_that_does_not_exist_is_told_with_the_variable() -> None:
         ("Complicated", ""),
     ],
 )
-def test_what_nccl_proto_wishes(text: str, expected: str) -> None:
+def test_nccl_proto_hints(text: str, expected: str) -> None:
     command, wishes = nccl_hints.read_protocols({"NCCL_PROTO": text})
     assert (command, nccl_hints.cpu_protocol(wishes)) == ("", expected)
     assert nccl_hints.read_protocols({"MIRACCL_PROTO": "LL128", "NCCL_PROTO": text}) == (
@@ -482,7 +482,7 @@ def test_what_nccl_proto_wishes(text: str, expected: str) -> None:
         ("two_shot", dict.fromkeys(Collective, "two_shot")),
     ],
 )
-def test_what_gpus_have_kernels_of(
+def test_gpu_algorithm_hints(
     text: str, expected: dict[Collective, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     wishes = nccl_hints.hinted_algorithms(text)
@@ -491,12 +491,12 @@ def test_what_gpus_have_kernels_of(
     assert ("ignored on GPU memory" in caplog.text) is (set(wishes) != set(expected))
 
 
-def test_what_nccl_proto_wishes_of_gpus() -> None:
+def test_nccl_proto_hints_on_gpus() -> None:
     _, wishes = nccl_hints.read_protocols({"NCCL_PROTO": "^LL128;allreduce:LL128;broadcast:simple"})
     assert wishes == {Collective.ALL_REDUCE: "ll128", Collective.BROADCAST: "simple"}
 
 
-def test_wishes_are_followed_where_they_can_be() -> None:
+def test_hints_are_followed_if_possible() -> None:
     wishes = nccl_hints.hinted_algorithms("ring;broadcast:tree")
     assert chosen(Collective.ALL_REDUCE, 64, hints=wishes)[0].algo == "ring"
     assert chosen(Collective.ALL_REDUCE, 64, hints=wishes)[0].reason == "requested"
@@ -512,7 +512,7 @@ def test_wishes_are_followed_where_they_can_be() -> None:
 # ---- deterministic
 
 
-def test_the_setting_counts_where_the_program_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setting_is_the_default_of_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Options.create().deterministic is False
     monkeypatch.setenv("MIRACCL_DETERMINISTIC", "1")
     assert Options.create().deterministic is True

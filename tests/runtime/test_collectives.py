@@ -53,7 +53,7 @@ seeds = st.integers(0, 1 << 30)
 @pytest.mark.parametrize("nranks", [1, 2, 3, 4, 5, 6, 7, 8])
 @quick
 @given(seed=seeds)
-def test_the_choice_of_the_model(nranks: int, seed: int) -> None:
+def test_planner_choice(nranks: int, seed: int) -> None:
     run_ranks(sweep_ranks.random_cases, nranks, seed, 160 // nranks, "", False, COUNTS, True)
 
 
@@ -80,7 +80,7 @@ def test_nine_ranks() -> None:
 
 @quick
 @given(seed=seeds, nranks=st.integers(2, 5))
-def test_deterministic_sums_have_the_order_of_the_ranks(seed: int, nranks: int) -> None:
+def test_deterministic_sums_are_in_rank_order(seed: int, nranks: int) -> None:
     """Every bit pattern and float type has one correct result."""
     run_ranks(sweep_ranks.random_cases, nranks, seed, 40, "", True, COUNTS, True)
 
@@ -115,5 +115,5 @@ def test_gather_and_scatter_use_the_fast_path(root: int) -> None:
 
 
 @pytest.mark.parametrize("algo", ["", "chain"])
-def test_reduce_has_a_door(algo: str) -> None:
-    run_ranks(sweep_ranks.reduce_door, 3, 2, algo)
+def test_reduce_uses_the_fast_path(algo: str) -> None:
+    run_ranks(sweep_ranks.reduce_fast_path, 3, 2, algo)

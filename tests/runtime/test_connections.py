@@ -12,7 +12,7 @@ pytestmark = pytest.mark.multiprocess
 SECONDS = 20.0  # the deadline is far away
 
 
-def test_a_connection_that_breaks_is_told_to_all_and_none_of_them_is_dead() -> None:
+def test_broken_connection_is_reported_on_all_live_ranks() -> None:
     for rank, got in enumerate(run_ranks(connection_ranks.broken, 3, "closed", timeout=40)):
         assert got["type"] == "PeerDied", got
         assert "has lost its connection to rank" in got["text"]
@@ -21,7 +21,7 @@ def test_a_connection_that_breaks_is_told_to_all_and_none_of_them_is_dead() -> N
         assert got["shrunk"] == [rank, 3, 6.0]
 
 
-def test_garbage_on_a_connection_is_told_to_all() -> None:
+def test_garbage_on_a_connection_is_reported_on_all_ranks() -> None:
     for rank, got in enumerate(run_ranks(connection_ranks.broken, 3, "garbage", timeout=40)):
         assert got["type"] == "ProtocolError", got
         assert "rank 0 sent what makes no sense" in got["text"]
@@ -30,7 +30,7 @@ def test_garbage_on_a_connection_is_told_to_all() -> None:
         assert got["shrunk"] == [rank, 3, 6.0]
 
 
-def test_a_connection_that_breaks_while_the_communicator_is_made_is_told() -> None:
+def test_connection_broken_during_setup_is_reported() -> None:
     for rank, got in enumerate(run_ranks(connection_ranks.broken_early, 2, timeout=40)):
         left = (
             f"rank {1 - rank} of 2 left: could not connect" in got["text"]
@@ -40,8 +40,8 @@ def test_a_connection_that_breaks_while_the_communicator_is_made_is_told() -> No
         assert got["seconds"] < SECONDS
 
 
-def test_a_connection_that_is_cut_before_the_welcome_is_told_to_both() -> None:
-    got = run_ranks(connection_ranks.cut_before_the_welcome, 2, timeout=40)
+def test_connection_cut_before_welcome_is_reported_on_both_ranks() -> None:
+    got = run_ranks(connection_ranks.cut_before_welcome, 2, timeout=40)
     assert got[1]["type"] == "PeerDied", got
     assert "rank 1 has lost its connection to rank 0" in got[1]["text"]
     assert got[1]["op"] == "'fabric abilities' of making world"
@@ -53,7 +53,7 @@ def test_a_connection_that_is_cut_before_the_welcome_is_told_to_both() -> None:
     assert max(told["seconds"] for told in got) < SECONDS
 
 
-def test_a_rank_that_does_not_connect_is_named_at_the_deadline_of_the_communicator() -> None:
+def test_rank_that_does_not_connect_is_named_at_the_deadline() -> None:
     got = run_ranks(connection_ranks.absent_while_connecting, 2, timeout=40)
     assert got[0]["type"] == "BootstrapError"
     assert "no TCP connection with ranks [1] after 30 s" in got[0]["text"]
@@ -62,5 +62,5 @@ def test_a_rank_that_does_not_connect_is_named_at_the_deadline_of_the_communicat
     assert "rank 0 left while the ranks were connecting" in got[1]["text"]
 
 
-def test_a_network_that_stands_still_for_a_while_is_no_circle_of_ranks_that_wait() -> None:
+def test_stalled_network_is_not_a_deadlock() -> None:
     assert run_ranks(connection_ranks.slow, 2, timeout=40) == [2.0, 1.0]

@@ -45,8 +45,8 @@ from miraccl.wire.proxy_records import Loss, LossKind
 from tests.diagnosis.late_watcher import LateWatcher
 from tests.runtime import cases
 from tests.runtime.test_p2p import (
+    all_to_all_messages,
     background_collectives,
-    everybody_to_everybody,
     receive_first,
     ring,
 )
@@ -86,7 +86,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def failing(call: Callable[[], Any]) -> tuple[threading.Thread, list[MiracclError]]:
+def failing_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[MiracclError]]:
     """Start a thread that makes a call; return it and the error of that call."""
     errors: list[MiracclError] = []
 
@@ -126,7 +126,7 @@ def test_threads_send_and_receive_and_work_in_the_background() -> None:
         for count in (3, 100_000):
             ring(comm, count)
             receive_first(comm, count)
-        everybody_to_everybody(comm)
+        all_to_all_messages(comm)
         background_collectives(comm)
 
     in_threads(3, patterns)
@@ -160,7 +160,7 @@ def test_an_error_of_one_thread_reaches_the_others() -> None:
     assert in_threads(3, work) == ["CollectiveMismatch"] * 3
 
 
-def test_two_threads_in_one_communicator_are_told() -> None:
+def test_second_thread_in_a_communicator_is_rejected() -> None:
     """The second thread is rejected while the first waits, which is unaffected."""
 
     def work(comm: Communicator) -> None:
@@ -199,7 +199,7 @@ def test_two_threads_in_one_communicator_are_told() -> None:
         (60.0, "PeerDied: rank 1 has left"),
     ],
 )
-def test_finalize_ends_what_another_thread_is_in(
+def test_finalize_ends_operation_of_another_thread(
     patience: float, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The operation ends when the awaited rank leaves, or after a while, not at its deadline."""
@@ -215,7 +215,7 @@ def test_finalize_ends_what_another_thread_is_in(
                 time.sleep(0.001)
             comm.finalize()
             return
-        thread, errors = failing(lambda: comm.recv(np.ones(4), src=1))
+        thread, errors = failing_thread(lambda: comm.recv(np.ones(4), src=1))
         while not comm._core.context.in_engine:
             time.sleep(0.001)
         comm.finalize()
@@ -230,7 +230,7 @@ def test_finalize_ends_what_another_thread_is_in(
     in_threads(2, work)
 
 
-def test_finalize_ends_what_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finalize_ends_pending_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "CLOSE_WAIT_S", 0.2)
     ended = threading.Event()
 
@@ -269,9 +269,7 @@ class LateRank1:
         comm.abort("for a test")
 
 
-def test_what_was_told_before_a_connection_broke_is_the_reason_however_late_the_watcher_is() -> (
-    None
-):
+def test_notice_before_a_broken_connection_is_the_cause_with_late_watcher() -> None:
     ranks: dict[int, Communicator] = {}
     late = LateRank1(3)
 
@@ -295,7 +293,7 @@ def test_what_was_told_before_a_connection_broke_is_the_reason_however_late_the_
     in_threads(3, work)
 
 
-def test_a_mismatch_behind_a_connection_that_broke_is_told_as_a_mismatch(
+def test_mismatch_behind_a_broken_connection_is_reported_as_mismatch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 1 sees no progress page of another rank, as if it were on another host."""
@@ -314,7 +312,7 @@ def test_a_mismatch_behind_a_connection_that_broke_is_told_as_a_mismatch(
     in_threads(2, work)
 
 
-def test_a_program_that_another_thread_wakes_goes_on_when_the_others_have_heard(
+def test_woken_thread_continues_after_others_are_notified(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The process may exit directly afterwards."""
@@ -335,7 +333,7 @@ def test_a_program_that_another_thread_wakes_goes_on_when_the_others_have_heard(
             notify(payload)
 
         session.notify = note  # type: ignore[method-assign]
-        thread, errors = failing(lambda: comm.recv(np.ones(4), src=1))
+        thread, errors = failing_thread(lambda: comm.recv(np.ones(4), src=1))
         aborts = threading.Thread(target=comm.abort, args=("for a test",))
         aborts.start()
         until(
@@ -351,7 +349,7 @@ def test_a_program_that_another_thread_wakes_goes_on_when_the_others_have_heard(
     in_threads(2, work)
 
 
-def test_what_was_told_before_a_rank_left_is_the_reason_however_late_the_watcher_is() -> None:
+def test_notice_before_a_departure_is_the_cause_with_late_watcher() -> None:
     """The departure of a rank ends a control operation before the watcher processes earlier
     notices.
     """
@@ -363,7 +361,7 @@ def test_what_was_told_before_a_rank_left_is_the_reason_however_late_the_watcher
             late.abort(comm)
             comm.finalize()
             return
-        thread, errors = failing(lambda: comm.split(0))
+        thread, errors = failing_thread(lambda: comm.split(0))
         until(
             lambda: late.watcher.has_received(b"rank 0: rank 0 aborted")
         )  # the reason why it left
@@ -404,7 +402,7 @@ def finalize_in_a_handler() -> str:
 
 
 @pytest.mark.multiprocess
-def test_finalize_in_a_signal_handler_ends_what_its_thread_is_in() -> None:
+def test_finalize_in_signal_handler_ends_the_interrupted_operation() -> None:
     assert run_ranks(finalize_in_a_handler, 2) == ["ended"] * 2
 
 
@@ -434,7 +432,7 @@ def finalize_in_a_handler_of_finalize() -> str:
 
 
 @pytest.mark.multiprocess
-def test_finalize_in_a_signal_handler_leaves_one_that_is_under_way_alone() -> None:
+def test_finalize_in_signal_handler_inside_finalize() -> None:
     assert run_ranks(finalize_in_a_handler_of_finalize, 2) == ["8.0"] * 2
 
 
@@ -462,11 +460,11 @@ def finalize_in_a_handler_of_a_call() -> bool:
 
 
 @pytest.mark.multiprocess
-def test_finalize_in_a_signal_handler_that_interrupts_any_call() -> None:
+def test_finalize_in_signal_handler_during_any_call() -> None:
     assert run_ranks(finalize_in_a_handler_of_a_call, 2)[0]
 
 
-def test_what_is_submitted_while_another_thread_ends_the_background_work_is_run() -> None:
+def test_work_submitted_during_close_is_run() -> None:
     worker = BackgroundWorker("a test", lambda: None, lambda: None)
     closer = threading.Thread(target=worker.close, args=(20.0,))
     put = worker._queue.put
@@ -573,7 +571,7 @@ def descriptors() -> list[int]:
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_communicator_is_neither_copied_nor_pickled(duplicate: Callable[[Any], Any]) -> None:
+def test_communicator_cannot_be_copied_or_pickled(duplicate: Callable[[Any], Any]) -> None:
     with Communicator(1, miraccl.get_unique_id(), 0) as comm:
         with pytest.raises(
             TypeError, match=r"neither pickled nor copied \(other processes get a rank of their own"
@@ -666,7 +664,7 @@ def test_windows_leave_addresses_for_other_communicators(
 
 
 @pytest.mark.multiprocess
-def test_ranks_whose_address_space_is_limited_have_window_memory() -> None:
+def test_window_memory_with_limited_address_space() -> None:
     """Batch systems limit it with ``ulimit -v``; here to a gigabyte more than is mapped."""
     assert run_ranks(limited, 2) == [3.0, 3.0]
 
@@ -730,7 +728,7 @@ def test_window_allocation(plan: list[int | None], random: Any) -> None:
     )  # the pages went back to the system
 
 
-def test_window_memory_that_the_collector_frees_inside_an_allocation() -> None:
+def test_window_memory_freed_by_gc_inside_an_allocation() -> None:
     """The garbage collector may free cyclic arrays in the middle of an allocation."""
     window = make_window(64)
 
@@ -762,7 +760,7 @@ def test_window_memory_that_the_collector_frees_inside_an_allocation() -> None:
     assert window.allocated == 0
 
 
-def test_window_is_first_fit_and_views_keep_a_piece() -> None:
+def test_window_is_first_fit_and_views_keep_blocks_alive() -> None:
     window = make_window(8)
     a, b, c = (window.empty(PAGE, np.uint8) for _ in range(3))
     where = a.ctypes.data
@@ -798,7 +796,7 @@ def test_window_arrays_survive_their_communicator() -> None:
     y[:] = 1
 
 
-def test_segments_of_processes_that_are_gone() -> None:
+def test_segments_of_dead_processes() -> None:
     with pytest.raises(SystemFailure, match="cannot open the segment of process 999999999"):
         ShmSegment.open(999999999, 3, PAGE)
 
@@ -822,7 +820,7 @@ def test_threads_agree_on_window_memory() -> None:
     in_threads(3, work)
 
 
-def test_background_work_without_a_thread_fails_alone() -> None:
+def test_background_work_without_thread_fails_alone() -> None:
     """At the limit on processes, the operation does not start and the communicator remains usable."""
 
     def work(comm: Communicator) -> float:
@@ -842,7 +840,7 @@ def test_background_work_without_a_thread_fails_alone() -> None:
     assert in_threads(2, work) == [4.0, 4.0]
 
 
-def test_a_broken_connection_is_told_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_connection_is_reported_without_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     with Communicator.from_session(single_rank_session(), Options.create()) as comm:
         monkeypatch.setattr(threading.Thread, "start", _no_more_threads)
         comm._core.faults.connection_lost(0, Loss(LossKind.RESET, "Connection reset by peer"))

@@ -42,13 +42,13 @@ def spin(seconds: float) -> None:
     not os.path.exists("/proc/thread-self/schedstat"),
     reason="this kernel does not say who waited for a core",
 )
-def test_a_core_that_others_took_is_noticed(crowded_core: None) -> None:
+def test_core_taken_by_others_is_detected(crowded_core: None) -> None:
     limit = time.monotonic() + 30
     while not measure.timed(lambda: spin(0.02))[1]:
         assert time.monotonic() < limit
 
 
-def test_a_thread_that_sleeps_is_not_disturbed() -> None:
+def test_sleeping_thread_is_not_disturbed() -> None:
     """Waiting for a peer is not waiting for a core, except for the wake-up."""
     limit = time.monotonic() + 30
     while measure.timed(lambda: time.sleep(0.05))[1]:
@@ -84,7 +84,7 @@ class Script:
         (Script((3.0, False), (2.0, False), theirs=True), 3 * measure.RETRY_FACTOR, 2.0),
     ],
 )
-def test_repetitions_that_nobody_disturbs(
+def test_undisturbed_repetitions(
     monkeypatch: pytest.MonkeyPatch, script: Script, taken: int, best: float
 ) -> None:
     monkeypatch.setattr(measure, "timed", script.timed)
@@ -102,5 +102,5 @@ def measured_one_sided() -> list[int]:
     return found
 
 
-def test_ranks_agree_that_one_of_them_may_not_read() -> None:
+def test_ranks_agree_if_one_may_not_read() -> None:
     assert run_ranks(measured_one_sided, 2) == [[-1, -1]] * 2

@@ -84,7 +84,7 @@ def refused() -> str:
         return ""
 
 
-def test_addressable_algorithms_are_refused_between_hosts() -> None:
+def test_addressable_algorithms_are_rejected_between_hosts() -> None:
     for text in run_ranks(refused, 2):
         assert "two_shot_put" in text
         assert "memory that peers can address" in text
@@ -93,7 +93,7 @@ def test_addressable_algorithms_are_refused_between_hosts() -> None:
 # ---- strangers
 
 
-def pestered(ranks_per_host: int) -> int:
+def under_garbage(ranks_per_host: int) -> int:
     """Send garbage from rank 0 to every port of the job while collectives run."""
     sweep_ranks.act_as_hosts(ranks_per_host)
     with miraccl.init(timeout=30) as comm:
@@ -162,7 +162,7 @@ def pestered(ranks_per_host: int) -> int:
 
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
 def test_garbage_at_the_ports_of_a_running_communicator(ranks_per_host: int) -> None:
-    assert run_ranks(pestered, 4 if ranks_per_host == 2 else 2, ranks_per_host)[0] > 10
+    assert run_ranks(under_garbage, 4 if ranks_per_host == 2 else 2, ranks_per_host)[0] > 10
 
 
 # ---- namespaces
@@ -219,7 +219,7 @@ def namespaces(request: pytest.FixtureRequest) -> Iterator[tuple[str, str, str]]
 
 
 @pytest.mark.netns
-def test_ranks_on_hosts_with_addresses_of_their_own(namespaces: tuple[str, str, str]) -> None:
+def test_ranks_in_network_namespaces(namespaces: tuple[str, str, str]) -> None:
     first, second, address = namespaces
     ranks = []
     for rank in range(4):

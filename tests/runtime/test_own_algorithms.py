@@ -42,7 +42,7 @@ COUNT = 50_000
 """Elements: several rounds."""
 
 
-def out_of_outputs(collective: Collective, nranks: int, root: int) -> Schedule:
+def read_peer_outputs(collective: Collective, nranks: int, root: int) -> Schedule:
     """Read the outputs of all peers, which hold the inputs, then overwrite one's own."""
 
     def steps(rank: int) -> Iterator[Step]:
@@ -64,7 +64,7 @@ def sums(input_in_window: bool, output_in_window: bool) -> None:
         collectives=[Collective.ALL_REDUCE],
         description="",
         needs_addressable_memory=True,
-    )(out_of_outputs)
+    )(read_peer_outputs)
     with miraccl.init(algo="out_of_outputs") as comm:
         x = comm.empty(COUNT) if input_in_window else np.empty(COUNT, np.float32)
         y = comm.empty(COUNT) if output_in_window else np.empty(COUNT, np.float32)
@@ -76,13 +76,11 @@ def sums(input_in_window: bool, output_in_window: bool) -> None:
 
 @pytest.mark.parametrize("input_in_window", [False, True])
 @pytest.mark.parametrize("output_in_window", [False, True])
-def test_outputs_of_peers_are_read_where_they_lie(
-    input_in_window: bool, output_in_window: bool
-) -> None:
+def test_outputs_of_peers_are_read_in_place(input_in_window: bool, output_in_window: bool) -> None:
     run_ranks(sums, 3, input_in_window, output_in_window)
 
 
-def through_scratch(way: str) -> Schedule:
+def through_peer_scratch(way: str) -> Schedule:
     """Build an all-gather of two ranks, valid for the verifier, that accesses the peer's scratch
     memory.
     """
@@ -111,7 +109,7 @@ def gathers(way: str) -> None:
         collectives=[Collective.ALL_GATHER],
         description="",
         needs_addressable_memory=True,
-    )(lambda collective, nranks, root: through_scratch(way))
+    )(lambda collective, nranks, root: through_peer_scratch(way))
     with miraccl.init(algo="through_scratch") as comm:
         x = np.full(3, comm.rank, np.int32)
         with pytest.raises(
@@ -127,11 +125,11 @@ def gathers(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["get", "put"])
-def test_scratch_of_peers_is_refused_by_all(way: str) -> None:
+def test_peer_scratch_is_rejected_on_all_ranks(way: str) -> None:
     run_ranks(gathers, 2, way)
 
 
-def in_two_chunks(way: str) -> Schedule:
+def sums_of_two_chunks(way: str) -> Schedule:
     """Build an all-reduce whose sums cover two chunks at once."""
 
     def steps(rank: int, nranks: int) -> Iterator[Step]:
@@ -158,7 +156,7 @@ def adds_in_two_chunks(way: str, count: int) -> None:
         collectives=[Collective.ALL_REDUCE],
         description="",
         needs_addressable_memory=needs,
-    )(lambda collective, nranks, root: in_two_chunks(way))
+    )(lambda collective, nranks, root: sums_of_two_chunks(way))
     with miraccl.init(algo="in_two_chunks") as comm:
         x = np.arange(count, dtype=np.float32) + comm.rank
         assert (comm.all_reduce(x, np.empty_like(x)) == np.arange(count) * 3 + 3).all()
@@ -170,7 +168,7 @@ def test_sums_of_several_chunks(way: str, count: int) -> None:
     run_ranks(adds_in_two_chunks, 3, way, count)
 
 
-def handed_over(collective: Collective, nranks: int, root: int) -> Schedule:
+def broadcast_by_message_and_read(collective: Collective, nranks: int, root: int) -> Schedule:
     """Build a broadcast by message to rank 1 and by direct read on rank 2, with signals and a
     barrier.
     """
@@ -188,7 +186,7 @@ def hands_over() -> None:
         collectives=[Collective.BROADCAST],
         description="",
         needs_addressable_memory=True,
-    )(handed_over)
+    )(broadcast_by_message_and_read)
     with miraccl.init(algo="handed_over") as comm:
         for count in (3, COUNT):
             x = np.full(count, 1 + comm.rank, np.float32)
@@ -199,7 +197,7 @@ def test_signals_among_messages() -> None:
     run_ranks(hands_over, 3)
 
 
-def signalled_apart(collective: Collective, nranks: int, root: int) -> Schedule:
+def signals_in_different_places(collective: Collective, nranks: int, root: int) -> Schedule:
     """Build a schedule whose signals precede, split and follow the data, differently on each rank."""
     if collective is Collective.GATHER:  # the root reads; the others have no data to move
         programs = [
@@ -251,7 +249,7 @@ def signals_apart() -> None:
     collectives = [Collective.GATHER, Collective.ALL_GATHER, Collective.BROADCAST]
     register(
         "signalled_apart", collectives=collectives, description="", needs_addressable_memory=True
-    )(signalled_apart)
+    )(signals_in_different_places)
     with miraccl.init(algo="signalled_apart") as comm:
         for count in (3, 1 << 20):  # one round, many rounds
             x, want = np.full(count, 1 + comm.rank, np.float32), [[1], [2], [3]]
@@ -266,7 +264,7 @@ def test_signals_in_different_places_of_the_ranks() -> None:
     run_ranks(signals_apart, 3)
 
 
-def read_by_all(collective: Collective, nranks: int, root: int) -> Schedule:
+def read_peer_inputs(collective: Collective, nranks: int, root: int) -> Schedule:
     """Read the inputs of all peers without regard to their sizes."""
 
     def steps(rank: int) -> Iterator[Step]:
@@ -286,7 +284,7 @@ def reads_uneven_blocks() -> None:
         uneven=[gather],
         description="",
         needs_addressable_memory=True,
-    )(read_by_all)
+    )(read_peer_inputs)
     with miraccl.init(algo="read_by_all") as comm:
         x = np.full(counts[comm.rank], comm.rank, np.int32)
         with pytest.raises(
@@ -299,11 +297,11 @@ def reads_uneven_blocks() -> None:
         assert comm.all_gather_v(x, counts).tolist() == [0, 1, 1, 1, 1, 1, 2, 2]
 
 
-def test_uneven_blocks_of_peers_are_not_read_at_places_that_they_alone_know() -> None:
+def test_uneven_blocks_of_peers_are_not_addressed() -> None:
     run_ranks(reads_uneven_blocks, 3)
 
 
-def right_apart(collective: Collective, nranks: int, root: int) -> Schedule:
+def right_out_of_place(collective: Collective, nranks: int, root: int) -> Schedule:
     """Build a schedule valid out of place only: rank 0 sends its input after writing the sum."""
     programs = [
         [recv_reduce_copy(inp(0), out(0), 1), send(inp(0), 1)],
@@ -313,7 +311,7 @@ def right_apart(collective: Collective, nranks: int, root: int) -> Schedule:
 
 
 def keeps_apart() -> None:
-    register("right_apart", collectives=[Collective.ALL_REDUCE], description="")(right_apart)
+    register("right_apart", collectives=[Collective.ALL_REDUCE], description="")(right_out_of_place)
     with miraccl.init(algo="right_apart") as comm:
         x = np.full(3, 1 + comm.rank, np.int32)
         assert comm.all_reduce(x, np.empty_like(x)).tolist() == [3, 3, 3]
@@ -322,7 +320,7 @@ def keeps_apart() -> None:
         assert x.tolist() == [1 + comm.rank] * 3
 
 
-def test_each_form_is_proved_before_it_runs() -> None:
+def test_each_form_is_verified_before_it_runs() -> None:
     run_ranks(keeps_apart, 2)
 
 
@@ -356,11 +354,11 @@ def does_without() -> None:
             )
 
 
-def test_a_wrong_one_harms_nobody_who_did_not_ask_for_it() -> None:
+def test_wrong_algorithm_is_used_only_on_request() -> None:
     run_ranks(does_without, 2)
 
 
-def signalled_first(collective: Collective, nranks: int, root: int) -> Schedule:
+def nine_signals_first(collective: Collective, nranks: int, root: int) -> Schedule:
     """Send nine signals to a peer before it consumes one."""
     waits = [*[signal([1])] * 9, *[wait([1])] * 9]
     if collective is Collective.BARRIER:
@@ -378,7 +376,7 @@ def signals_first() -> None:
     collectives = [Collective.BARRIER, Collective.BROADCAST]
     register(
         "signalled_first", collectives=collectives, description="", needs_addressable_memory=True
-    )(signalled_first)
+    )(nine_signals_first)
     with miraccl.init() as comm:
         member, session = comm._core, comm._core.session
         options = replace(member.options, algo="signalled_first")
@@ -393,11 +391,11 @@ def signals_first() -> None:
         assert comm.broadcast(np.full(COUNT, 1 + comm.rank, np.float32)).tolist() == [1] * COUNT
 
 
-def test_more_signals_than_there_is_room_for() -> None:
+def test_more_signals_than_slots() -> None:
     run_ranks(signals_first, 2)
 
 
-def made_of_others(schedule: Schedule) -> Iterator[Schedule]:
+def composed_schedules(schedule: Schedule) -> Iterator[Schedule]:
     """Return valid schedules of the same collective with several channels, parts and messages in
     flight.
     """
@@ -408,7 +406,7 @@ def made_of_others(schedule: Schedule) -> Iterator[Schedule]:
     )
 
 
-def runs_what_passes_make() -> int:
+def run_passes() -> int:
     """Run every built-in algorithm through the passes; return the number of correct calls."""
     calls = 0
     with miraccl.init() as comm:
@@ -428,7 +426,7 @@ def runs_what_passes_make() -> int:
         for name, kind in BUILTIN:
             if kind not in operations or not catalog.get(name).supports(kind, n):
                 continue
-            for number, made in enumerate(made_of_others(catalog.build(name, kind, n, 1))):
+            for number, made in enumerate(composed_schedules(catalog.build(name, kind, n, 1))):
                 schedule = replace(made, name=f"{name}_{kind.label}_{number}")
                 catalog.register_schedule(schedule)
                 options = replace(comm._core.options, algo=schedule.name)
@@ -458,5 +456,5 @@ def runs_what_passes_make() -> int:
     return calls
 
 
-def test_schedules_made_of_built_in_ones() -> None:
-    assert min(run_ranks(runs_what_passes_make, 3)) > 100
+def test_schedules_composed_of_built_in_ones() -> None:
+    assert min(run_ranks(run_passes, 3)) > 100

@@ -71,7 +71,7 @@ def receive_first(comm: Communicator, count: int) -> None:
             assert send.exception() is None
 
 
-def while_the_program_is_elsewhere(comm: Communicator) -> None:
+def background_progress_during_other_waits(comm: Communicator) -> None:
     """Progress a background message while one side waits in another communicator for the other."""
     peer = comm.rank ^ 1
     other = comm.split(comm.rank // 2)
@@ -123,7 +123,7 @@ def polled_by_another_thread(comm: Communicator) -> None:
     side.finalize()
 
 
-def refused_while_another_thread_is_inside(comm: Communicator) -> None:
+def rejected_while_another_thread_is_inside(comm: Communicator) -> None:
     """A rejected message is neither sent nor received later."""
     side, n = comm.split(0), comm.nranks
     assert side is not None
@@ -226,7 +226,7 @@ def different_groups(comm: Communicator, count: int) -> None:
         expect(outs[tag], peer, tag)
 
 
-def everybody_to_everybody(comm: Communicator) -> None:
+def all_to_all_messages(comm: Communicator) -> None:
     """Group several messages of different types to each rank, this one included."""
     dtypes = (np.float32, np.uint8, ref.DTYPES[DType.BFLOAT16])
     outs = {
@@ -478,12 +478,12 @@ def all_patterns(ranks_per_host: int) -> None:
             ring(comm, count)
             receive_first(comm, count)
             different_groups(comm, count)
-        while_the_program_is_elsewhere(comm)
+        background_progress_during_other_waits(comm)
         polled_by_another_thread(comm)
-        refused_while_another_thread_is_inside(comm)
+        rejected_while_another_thread_is_inside(comm)
         many_in_flight(comm)
         send_while_receive_is_open(comm)
-        everybody_to_everybody(comm)
+        all_to_all_messages(comm)
         to_oneself(comm)
         groups_of_all_kinds(comm)
         groups_of_two_communicators(comm)

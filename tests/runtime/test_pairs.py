@@ -47,9 +47,7 @@ BETWEEN_HOSTS = [
     [(PAIRS, 3, 0), (PAIRS[::3], 2, 0), (BETWEEN_HOSTS, 3, 1)],
     ids=["three", "two", "hosts"],
 )
-def test_ranks_that_wait_for_one_another(
-    names: list[tuple[str, str]], nranks: int, ranks_per_host: int
-) -> None:
+def test_deadlocked_ranks(names: list[tuple[str, str]], nranks: int, ranks_per_host: int) -> None:
     for pair, *seen in zip(
         names,
         *run_ranks(pair_ranks.pairs, nranks, names, FAR_S, ranks_per_host, timeout=300),
@@ -61,7 +59,7 @@ def test_ranks_that_wait_for_one_another(
             assert "rank 1" in got["text"], (pair, seen)
 
 
-def test_each_is_told_where_the_others_are() -> None:
+def test_each_rank_gets_the_wait_for_graph() -> None:
     for got in run_ranks(pair_ranks.pairs, 2, [("part", "recv")], FAR_S, 0):
         assert (
             "rank 0 waits for rank 1 in send/recv (3 x float64) of world; its program is at "
@@ -74,7 +72,7 @@ def test_each_is_told_where_the_others_are() -> None:
         assert got[0]["text"].count("pair_ranks.py") == 2
 
 
-def test_a_rank_that_has_finalized() -> None:
+def test_finalized_rank() -> None:
     """Queries of the others do not wait for its answer."""
     names = [("finalize", "all_reduce"), ("finalize", "recv")]
     for rank, seen in enumerate(run_ranks(pair_ranks.pairs, 3, names, FAR_S, 0, FAR_S)):
@@ -83,9 +81,9 @@ def test_a_rank_that_has_finalized() -> None:
             assert got["seconds"] < SOON_S
 
 
-def test_a_thread_that_is_to_come() -> None:
+def test_thread_that_calls_later() -> None:
     assert run_ranks(pair_ranks.threads, 2) == [4.0] * 2
 
 
-def test_a_rank_that_computes() -> None:
-    assert run_ranks(pair_ranks.late, 3) == [3.0] * 3
+def test_computing_rank() -> None:
+    assert run_ranks(pair_ranks.late_rank, 3) == [3.0] * 3

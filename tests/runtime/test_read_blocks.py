@@ -57,7 +57,7 @@ def round_bytes(
         if not a.needs_addressable_memory
     ],
 )
-def test_rounds_do_not_depend_on_who_works_in_place(algo: str) -> None:
+def test_rounds_do_not_depend_on_in_place(algo: str) -> None:
     apart = round_bytes(Collective.ALL_GATHER, algo)
     assert apart == round_bytes(Collective.ALL_GATHER, algo, in_place=True)
     assert apart <= SLOT or apart == WHOLE_BLOCK_BYTES
@@ -116,5 +116,5 @@ def test_data_of_ranks_in_place_and_not(nranks: int, nbytes: int) -> None:
         ((1.0, 1.0, 1.0, 1.0), -1),
     ],
 )
-def test_where_a_gain_begins(shares: tuple[float, ...], first: int) -> None:
+def test_first_size_with_a_gain(shares: tuple[float, ...], first: int) -> None:
     assert _first_gain((1, 2, 3, 4), shares) == first

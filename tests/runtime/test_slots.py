@@ -85,7 +85,7 @@ def test_messages_arrive_and_every_slot_has_one_owner(seed: int) -> None:
     assert any(number >= layout.NSLOTS for owned in first for number in owned)
 
 
-def test_slots_stay_where_they_are_unless_told() -> None:
+def test_slots_do_not_change_hands_by_default() -> None:
     for owned in in_threads(2, lambda comm: converse(comm, 0, 5)):
         assert all(sorted(numbers) == list(range(layout.NSLOTS)) for numbers in owned)
 

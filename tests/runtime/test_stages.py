@@ -26,7 +26,7 @@ from miraccl.runtime import fabric as fabric_module
 from miraccl.runtime import rendezvous
 from miraccl.runtime.fabric import Fabric
 from miraccl.runtime.setup_phases import SetupPhases
-from tests.runtime.test_life import failing, in_threads
+from tests.runtime.test_life import failing_thread, in_threads
 
 LIMIT_S = 20.0
 WAYS: dict[str, Callable[[Communicator], Communicator | None]] = {
@@ -84,7 +84,7 @@ class Clock:
         else:
             assert isinstance(error, BootstrapError)
 
-    def check_that_it_is_one(self, make: Callable[[], Any], rank: int) -> None:
+    def check_common_deadline(self, make: Callable[[], Any], rank: int) -> None:
         """Check that ``make`` ends with the deadline that all of its phases share."""
         begun = time.monotonic()
         self.check(make, rank)
@@ -101,7 +101,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Cl
     return clock
 
 
-def test_stages_that_are_over_are_forgotten() -> None:
+def test_ended_phases_are_dropped() -> None:
     def work(comm: Communicator) -> None:
         session = comm._core.session
         before = list(session._callbacks)
@@ -113,20 +113,20 @@ def test_stages_that_are_over_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_all_stages_end_by_the_deadline_of_the_call(way: str, clock: Clock) -> None:
+def test_all_phases_end_at_the_deadline_of_the_call(way: str, clock: Clock) -> None:
     done = threading.Barrier(2)  # a rank that leaves is one that shrink does without
 
     def work(comm: Communicator) -> None:
         comm._core.session.timeout = LIMIT_S
         comm._core.session.barrier("ready")
         clock.on.set()
-        clock.check_that_it_is_one(lambda: WAYS[way](comm), comm.rank)
+        clock.check_common_deadline(lambda: WAYS[way](comm), comm.rank)
         done.wait(20)
 
     in_threads(2, work)
 
 
-def test_all_stages_end_by_the_deadline_for_meeting(
+def test_all_phases_end_at_the_bootstrap_deadline(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ident = miraccl.get_unique_id()
@@ -135,12 +135,14 @@ def test_all_stages_end_by_the_deadline_for_meeting(
     def work(comm: Communicator) -> None:
         comm._core.session.barrier("ready")
         clock.on.set()
-        clock.check_that_it_is_one(lambda: Communicator(2, ident, comm.rank, timeout=60), comm.rank)
+        clock.check_common_deadline(
+            lambda: Communicator(2, ident, comm.rank, timeout=60), comm.rank
+        )
 
     in_threads(2, work)
 
 
-def test_shrink_goes_on_without_a_rank_that_finalizes() -> None:
+def test_shrink_continues_without_a_finalizing_rank() -> None:
     """The connection of that rank stays open, since it has another communicator."""
     parts: dict[int, Communicator] = {}
     sizes: list[int] = []
@@ -169,7 +171,7 @@ def test_shrink_goes_on_without_a_rank_that_finalizes() -> None:
     ["split 1", "fabric hello", "fabric connect", "fabric abilities", "fabric ready"],
     indirect=True,
 )
-def test_a_rank_that_does_not_come_to_a_stage_is_named_with_it(clock: Clock) -> None:
+def test_late_rank_is_named_with_the_phase(clock: Clock) -> None:
     def work(comm: Communicator) -> None:
         comm._core.session.timeout = LIMIT_S
         comm._core.session.barrier("ready")
@@ -180,7 +182,7 @@ def test_a_rank_that_does_not_come_to_a_stage_is_named_with_it(clock: Clock) -> 
 
 
 @pytest.mark.parametrize("clock", ["fabric abilities"], indirect=True)
-def test_a_rank_that_connects_when_another_one_has_given_up_is_told_so(
+def test_rank_connecting_after_a_peer_gave_up_is_told(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deadline is over for both; locally visible is only a missing segment."""
@@ -210,7 +212,7 @@ def test_a_rank_that_connects_when_another_one_has_given_up_is_told_so(
     in_threads(2, work)
 
 
-def test_what_a_machine_does_at_its_first_use_is_not_on_time(
+def test_first_use_work_is_not_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MIRACCL_BOOTSTRAP_TIMEOUT", "7")
@@ -234,7 +236,7 @@ def test_finalize_ends_a_shrink_of_another_thread() -> None:
         if comm.rank == 1:
             assert ended.wait(20)
             return
-        thread, errors = failing(comm.shrink)
+        thread, errors = failing_thread(comm.shrink)
         while not comm._core.pending_setup._open:
             time.sleep(0.001)
         comm.finalize()

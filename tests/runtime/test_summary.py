@@ -28,11 +28,11 @@ with miraccl.init() as comm:
         (0, (0, 1), "rank 0 of 2: TCP from 10.0.0.1 with 1"),
     ],
 )
-def test_how_ranks_are_reached(rank: int, hosts: tuple[int, ...], text: str) -> None:
+def test_connections_of_ranks(rank: int, hosts: tuple[int, ...], text: str) -> None:
     assert summary.describe_rank(rank, hosts, "10.0.0.1") == text
 
 
-def test_how_gpus_are_reached() -> None:
+def test_connections_of_gpus() -> None:
     text = summary.describe_gpu(
         1, 3, {0: "vmm", 2: "host", 3: "vmm"}, (0, 2, 1, 3), "as searched", 128
     )
@@ -44,7 +44,7 @@ def test_how_gpus_are_reached() -> None:
 
 
 @pytest.mark.multiprocess
-def test_each_rank_tells_of_each_communicator() -> None:
+def test_each_rank_logs_each_communicator() -> None:
     command = [warm_python(), "-m", "miraccl", "run", "-n", "2", "--", warm_python(), "-c", PROGRAM]
     for level, lines in (("info", 4), ("warn", 0)):
         env = {**os.environ, "MIRACCL_DEBUG": level, "MIRACCL_DEBUG_SUBSYS": "init"}
@@ -66,7 +66,7 @@ def test_each_rank_tells_of_each_communicator() -> None:
 
 
 @pytest.mark.parametrize(("level", "lines"), [("warn", 0), ("info", 1)])
-def test_it_is_made_where_somebody_reads_it(
+def test_summary_is_formatted_only_at_info_level(
     level: str, lines: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []

@@ -15,7 +15,7 @@ from miraccl.planning.cost_model import CpuConstants
 from miraccl.runtime import fabric
 
 
-def test_the_time_for_measuring_does_not_pass_while_the_engine_is_compiled(
+def test_compilation_does_not_count_against_the_measuring_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wanted = CpuConstants(switch_us=3.25)
@@ -35,9 +35,7 @@ def test_the_time_for_measuring_does_not_pass_while_the_engine_is_compiled(
     ("text", "nbytes"),
     [("2048K\n", 2 << 20), ("0K\n", 32 << 20), ("\n", 32 << 20), ("unknown", 32 << 20)],
 )
-def test_the_cache_is_as_large_as_the_kernel_says(
-    text: str, nbytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_size_from_sysfs(text: str, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default applies if sysfs has no size, as on some emulated machines."""
     monkeypatch.setattr(fabric, "open", lambda path: io.StringIO(text), raising=False)
     assert fabric.last_level_cache_bytes() == nbytes

@@ -24,9 +24,9 @@ def test_blocks_of_many_rounds(ranks_per_host: int) -> None:
     run_ranks(uneven_ranks.rounds, 3, ranks_per_host)
 
 
-def test_counts_that_are_always_new_leave_nothing_behind() -> None:
+def test_new_counts_leave_no_cache_entries() -> None:
     most = 4 * uneven_ranks.PLANS
-    for got in run_ranks(uneven_ranks.always_new, 2, CALLS, timeout=120):
+    for got in run_ranks(uneven_ranks.new_counts, 2, CALLS, timeout=120):
         assert (
             got["long ways"] < CALLS // 10 + most
         )  # the other calls of five collectives did not leave compiled code
@@ -43,8 +43,8 @@ DISAGREEMENTS = ("less", "nothing", "not expected", "slots", "list", "list of th
     ("what", "then"),
     [*itertools.product(DISAGREEMENTS, ("barrier", "again")), ("nothing", "nothing")],
 )
-def test_ranks_that_disagree_are_told(what: str, then: str) -> None:
-    for outcome in rank_outcomes(uneven_ranks.disagree, 3, what, then, 0, timeout=30):
+def test_mismatching_counts_are_reported(what: str, then: str) -> None:
+    for outcome in rank_outcomes(uneven_ranks.mismatching_counts, 3, what, then, 0, timeout=30):
         assert outcome.ok, f"{outcome.error}\n{outcome.output}"
         assert outcome.value["type"] == "CollectiveMismatch", outcome.value
         assert outcome.value["seconds"] < 2.5, outcome.value
@@ -53,15 +53,17 @@ def test_ranks_that_disagree_are_told(what: str, then: str) -> None:
 
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_ranks_of_other_hosts_that_disagree_are_told(what: str) -> None:
-    for outcome in rank_outcomes(uneven_ranks.disagree, 3, what, "barrier", 1, timeout=30):
+def test_mismatching_counts_between_hosts_are_reported(what: str) -> None:
+    for outcome in rank_outcomes(
+        uneven_ranks.mismatching_counts, 3, what, "barrier", 1, timeout=30
+    ):
         assert outcome.ok, f"{outcome.error}\n{outcome.output}"
         assert outcome.value["type"] == "CollectiveMismatch", outcome.value
 
 
-def test_a_rank_of_another_host_that_has_ended_is_told_at_the_deadline() -> None:
+def test_ended_rank_of_another_host_is_reported_at_the_deadline() -> None:
     for outcome in rank_outcomes(
-        uneven_ranks.disagree, 2, "nothing", "nothing", 1, 1.0, timeout=30
+        uneven_ranks.mismatching_counts, 2, "nothing", "nothing", 1, 1.0, timeout=30
     ):
         assert outcome.ok, f"{outcome.error}\n{outcome.output}"
         assert outcome.value["type"] == "CollectiveMismatch", outcome.value

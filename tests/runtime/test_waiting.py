@@ -59,7 +59,7 @@ def sleeps() -> list[int]:
         return slept
 
 
-def test_ranks_sleep_rather_than_yield_to_a_process_that_computes() -> None:
+def test_ranks_sleep_instead_of_yielding_to_a_busy_process() -> None:
     """A yield would hand over the core for a whole time slice: milliseconds per operation."""
     for of_kind in zip(*run_ranks(sleeps, 2), strict=True):
         assert sum(of_kind) > OPERATIONS / 4

@@ -20,13 +20,13 @@ from tests.runtime.sweep_ranks import act_as_hosts
 PLANS = 100  # of one collective, type and root: four to each power of two that its largest block has been
 
 
-def table_of(seed: int, nranks: int, most: int) -> np.ndarray:
+def count_table(seed: int, nranks: int, most: int) -> np.ndarray:
     """Return a table of counts from (row) to (column), some of them 0."""
     rng = np.random.default_rng(seed)
     return rng.integers(0, most + 1, (nranks, nranks)) * (rng.random((nranks, nranks)) < 0.8)
 
 
-def said(number: int, counts: Sequence[int]) -> Any:
+def count_forms(number: int, counts: Sequence[int]) -> Any:
     """Return the counts in seven forms; the first three need no Python code in repeated calls."""
     array = np.array(counts)
     ways = (
@@ -59,7 +59,9 @@ def all_to_all(
     assert np.array_equal(got, want), (n, me, table)
 
 
-def others(comm: Communicator, counts: list[int], say: Callable[[list[int]], Any] = list) -> None:
+def known_counts(
+    comm: Communicator, counts: list[int], say: Callable[[list[int]], Any] = list
+) -> None:
     """Run the collectives whose counts all ranks know."""
     me, root = comm.rank, len(counts) - 1
     firsts = np.cumsum([0, *counts])
@@ -99,27 +101,27 @@ def shapes() -> None:
             alone,
             to_one,
             turn,
-            table_of(1, n, 200),
-            table_of(2, n, 40),
+            count_table(1, n, 200),
+            count_table(2, n, 40),
         ):
             for number in range(7):
-                say = functools.partial(said, number)
+                say = functools.partial(count_forms, number)
                 all_to_all(comm, table, say, out=bool(number % 2))
-                others(comm, table[0].tolist(), say)
+                known_counts(comm, table[0].tolist(), say)
         before = np.arange(n, dtype=np.int64)
         work = [comm.all_to_all_v(before, [1] * n, [1] * n, np.empty(n, np.int64), async_op=True)]
         for seed in range(6):  # the plan is one, and each has counts of its own
-            table = table_of(seed, n, 30)
+            table = count_table(seed, n, 30)
             sends, receives = table[comm.rank].tolist(), table[:, comm.rank].tolist()
             x = np.full(sum(sends), comm.rank, np.int64)
             work.append(
                 comm.all_to_all_v(x, sends, receives, np.full(sum(receives), -1), async_op=True)
             )
-            all_to_all(comm, table_of(seed + 100, n, 30))
+            all_to_all(comm, count_table(seed + 100, n, 30))
         assert work[0].wait().tolist() == [comm.rank] * n
         for seed, each in enumerate(work[1:]):
             assert np.array_equal(
-                each.wait(), np.repeat(np.arange(n), table_of(seed, n, 30)[:, comm.rank])
+                each.wait(), np.repeat(np.arange(n), count_table(seed, n, 30)[:, comm.rank])
             )
         with miraccl.group():
             results = [
@@ -136,9 +138,9 @@ def rounds(ranks_per_host: int) -> None:
     act_as_hosts(ranks_per_host)
     with miraccl.init(buffsize=1) as comm:
         for seed in range(5):
-            all_to_all(comm, table_of(seed, comm.nranks, 30_000))
-            others(comm, table_of(seed, comm.nranks, 30_000)[0].tolist())
-        counts = table_of(9, comm.nranks, 60_000)[0].tolist()
+            all_to_all(comm, count_table(seed, comm.nranks, 30_000))
+            known_counts(comm, count_table(seed, comm.nranks, 30_000)[0].tolist())
+        counts = count_table(9, comm.nranks, 60_000)[0].tolist()
         for whole in (comm.empty(sum(counts), np.float32), np.empty(sum(counts), np.float32)):
             part = comm.empty(counts[comm.rank], np.float32)
             part[:] = comm.rank
@@ -148,7 +150,7 @@ def rounds(ranks_per_host: int) -> None:
             )
 
 
-def always_new(calls: int) -> dict[str, Any]:
+def new_counts(calls: int) -> dict[str, Any]:
     """Run with new counts in every call and return the number of cached entries."""
     with miraccl.init() as comm:
         n, me, member = comm.nranks, comm.rank, comm._core
@@ -188,7 +190,9 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def disagree(what: str, then: str, ranks_per_host: int, timeout: float = 4.0) -> dict[str, Any]:
+def mismatching_counts(
+    what: str, then: str, ranks_per_host: int, timeout: float = 4.0
+) -> dict[str, Any]:
     """Run mismatching counts: rank 1 does not expect what rank 0 sends, or the lists differ."""
     act_as_hosts(ranks_per_host)
     comm = miraccl.init(timeout=timeout)
