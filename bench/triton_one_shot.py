@@ -16,7 +16,7 @@ def one_shot(
     rank,
     n,
     WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,
 ):
     pid = tl.program_id(0)
     epoch = tl.load(epochs + pid) + 1
