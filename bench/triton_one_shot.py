@@ -3,6 +3,7 @@
 Source: NCCL ``src/device/prims_ll.h``.
 """
 
+# ruff: noqa: N803 - names of constexpr parameters
 import triton
 import triton.language as tl
 
