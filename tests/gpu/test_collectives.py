@@ -30,23 +30,25 @@ def test_result(number: int, nranks: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["timeout", "abort"])
-def test_a_rank_that_waits_alone_is_told(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_waits_alone_gets_an_error(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_TIMEOUT", "2" if how == "timeout" else "60")
     assert run_cases([{"failure": how}], 2) == [["", ""]]
 
 
 @pytest.mark.parametrize("how", ["death", "death while it works"])
-def test_a_rank_outlives_another(how: str) -> None:
+def test_a_rank_survives_the_death_of_a_peer(how: str) -> None:
     assert run_cases([{"failure": how}], 2) == [["", ""]]
 
 
 @pytest.mark.parametrize("how", ["copies stop", "copies stop in a graph"])
-def test_a_rank_that_waits_for_copies_is_told(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_waits_for_copies_gets_an_error(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MIRACCL_SMS", "0")
     assert run_cases([{"failure": how}], 2) == [["", ""]]
 
 
-def test_ranks_that_call_different_operations_are_told() -> None:
+def test_different_operations_are_a_mismatch() -> None:
     assert run_cases([{"failure": "mismatch"}], 2) == [["", ""]]
 
 
@@ -60,5 +62,5 @@ def test_streams_communicators_and_windows(nranks: int) -> None:
     )
 
 
-def test_communicator_takes_tensors() -> None:
+def test_communicator_accepts_tensors() -> None:
     assert run_cases([{"communicator": True}], 2) == [["", ""]]

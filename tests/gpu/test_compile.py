@@ -193,7 +193,7 @@ OWN = {
 
 
 @pytest.mark.skipif(90 not in ARCHS, reason="NVRTC does not know sm_90")
-def test_what_other_gpus_see_is_stored_and_loaded_for_the_system() -> None:
+def test_shared_memory_is_accessed_with_system_scope() -> None:
     """Fences, marks and packets have system scope in the compiled code, and no load bypasses
     coherence.
 
@@ -212,7 +212,7 @@ def test_what_other_gpus_see_is_stored_and_loaded_for_the_system() -> None:
         ], (spec.name, words)
 
 
-def test_every_file_and_family_is_among_those_of_all_architectures() -> None:
+def test_every_file_and_family_is_compiled_for_all_architectures() -> None:
     every = {
         path.name
         for path in resources.files("miraccl.executor.cuda").joinpath("source").iterdir()
@@ -230,7 +230,7 @@ def test_every_file_and_family_is_among_those_of_all_architectures() -> None:
         (130, "for sm_130: .*--upgrade"),
     ],
 )
-def test_what_to_install_for_other_gpus(
+def test_unsupported_architectures_name_what_to_install(
     arch: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With NVRTC 13, which does not support sm_70."""
@@ -240,26 +240,26 @@ def test_what_to_install_for_other_gpus(
         toolkit.compile_cubin('extern "C" __global__ void never_compiled() {}', arch, "never")
 
 
-def test_only_shots_have_a_kernel_of_one_piece() -> None:
+def test_only_shots_have_a_single_tile_kernel() -> None:
     with pytest.raises(ValueError, match="no single-tile kernel for mode 'ring'"):
         packets("ring", DType.BFLOAT16, Framing.WORD, single=True)
 
 
-def test_only_two_shot_has_a_kernel_in_parts() -> None:
+def test_only_two_shot_has_a_double_buffered_kernel() -> None:
     with pytest.raises(
         ValueError, match="only two_shot of several tiles has a double-buffered kernel"
     ):
         replace(packets("all_reduce", DType.BFLOAT16, Framing.WORD), double_buffered=True)
 
 
-def test_an_error_shows_the_compilers_words() -> None:
+def test_a_compile_error_contains_the_log() -> None:
     with pytest.raises(toolkit.CompileError, match="undefined_thing"):
         toolkit.compile_cubin(
             'extern "C" __global__ void f() { undefined_thing(); }', ARCHS[-1], "broken"
         )
 
 
-def test_the_cache_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     source = 'extern "C" __global__ void cached() {}'
     first = toolkit.compile_cubin(source, ARCHS[-1], "cached")
     monkeypatch.setattr(toolkit, "_compile", lambda *_: pytest.fail("compiled twice"))

@@ -34,7 +34,7 @@ def test_every_block_arrives_once(collective: Collective, nranks: int) -> None:
 
 
 @pytest.mark.parametrize("nranks", [2, 3, 8])
-def test_ranks_write_to_different_peers_at_a_time(nranks: int) -> None:
+def test_no_two_ranks_write_to_one_peer_at_a_time(nranks: int) -> None:
     schedule = catalog.build("one_shot", Collective.ALL_GATHER, nranks)
     for place in range(nranks):
         assert {block_copies(schedule, rank)[place].peer for rank in range(nranks)} == set(
@@ -42,7 +42,7 @@ def test_ranks_write_to_different_peers_at_a_time(nranks: int) -> None:
         )
 
 
-def test_a_rank_begins_with_itself() -> None:
+def test_the_own_copy_is_first() -> None:
     assert block_copies(catalog.build("one_shot", Collective.ALL_GATHER, 3), 1)[0] == BlockCopy(
         peer=1, source=0, target=1
     )
@@ -56,7 +56,7 @@ def test_a_rank_begins_with_itself() -> None:
         ("chain", Collective.BROADCAST),
     ],
 )
-def test_what_copy_engines_cannot_do_is_refused(algo: str, collective: Collective) -> None:
+def test_copy_engines_reject_reductions(algo: str, collective: Collective) -> None:
     with pytest.raises(InvalidUsage, match="copy engines"):
         block_copies(catalog.build(algo, collective, 3), 1)
 
@@ -65,7 +65,7 @@ def test_what_copy_engines_cannot_do_is_refused(algo: str, collective: Collectiv
     ("nranks", "none", "windows"),
     [(2, False, True), (2, False, False), (4, False, True), (4, True, False)],
 )
-def test_what_copy_engines_never_take_goes_through_doors(
+def test_fast_calls_are_disabled_where_copy_engines_may_run(
     nranks: int, none: bool, windows: bool
 ) -> None:
     """Fast calls know sizes but not window positions, so they are disabled where positions decide."""

@@ -115,7 +115,7 @@ def view(x: Any, stream: Any = None, gpu: Any = None) -> DeviceMemory:
         (2, 2, []),
     ],
 )
-def test_the_operation_waits_for_the_stream_of_the_interface(
+def test_an_operation_waits_for_the_stream_of_the_interface(
     producer: Any, stream: Any, ordered: Any
 ) -> None:
     """Version 3 of the interface; 1 is the legacy default stream."""
@@ -124,14 +124,14 @@ def test_the_operation_waits_for_the_stream_of_the_interface(
     assert gpu.ordered == ordered
 
 
-def test_a_stream_outside_of_a_capture_is_no_part_of_its_order() -> None:
+def test_a_capture_does_not_wait_for_streams_outside_of_it() -> None:
     both, one = Gpu((5, 6)), Gpu((6,))
     view(Described(stream=5), 6, both)
     view(Described(stream=5), 6, one)
     assert (both.ordered, one.ordered) == ([(5, 6)], [])
 
 
-def test_arrays_of_cupy_name_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cupy_arrays_use_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Like tensors: with ``stream`` the caller provides the order. Fast calls read them
     differently.
     """
@@ -142,7 +142,7 @@ def test_arrays_of_cupy_name_the_current_stream(monkeypatch: pytest.MonkeyPatch)
     assert memory.array_kinds == {}
 
 
-def test_the_current_stream_is_that_of_a_library_that_came_later(
+def test_the_current_stream_is_found_in_a_library_imported_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A library imported after the first operation."""
@@ -163,7 +163,7 @@ def test_the_current_stream_is_that_of_a_library_that_came_later(
     assert ask(1) == find_current_stream()(1) == 8
 
 
-def test_an_owner_of_a_stream_is_kept_beside_who_borrows_it() -> None:
+def test_the_owner_of_a_borrowed_stream_is_kept_alive() -> None:
     """Like CuPy's ExternalStream of another Stream's handle."""
 
     class Stream:
@@ -200,7 +200,7 @@ def test_an_owner_of_a_stream_is_kept_beside_who_borrows_it() -> None:
         types.SimpleNamespace(cuda_stream=-1),
     ],
 )
-def test_streams_that_are_none_are_refused(stream: Any) -> None:
+def test_objects_that_are_not_streams_are_rejected(stream: Any) -> None:
     with pytest.raises(
         InvalidUsage,
         match="pass a CUstream handle >= 0 or an object that has one",
@@ -216,14 +216,14 @@ def test_streams_that_are_none_are_refused(stream: Any) -> None:
         *({"__cuda_stream__": given} for given in (lambda: 5, lambda: (0,), 5)),
     ],
 )
-def test_streams_that_do_not_tell_their_number_are_refused(said: dict[str, Any]) -> None:
+def test_streams_without_a_handle_are_rejected(said: dict[str, Any]) -> None:
     with pytest.raises(
         InvalidUsage, match=r"cannot read the handle of stream namespace.*: (Type|Value|Index)Error"
     ):
         stream_handle(types.SimpleNamespace(**said))
 
 
-def test_streams_of_all_makes() -> None:
+def test_streams_of_all_libraries() -> None:
     named = [
         types.SimpleNamespace(cuda_stream=5),
         types.SimpleNamespace(ptr=5),
@@ -240,7 +240,7 @@ def test_streams_of_all_makes() -> None:
     ]
 
 
-def test_outputs_wait_in_the_stream_of_the_operation() -> None:
+def test_outputs_are_ordered_in_the_stream_of_the_operation() -> None:
     class Arguments(DeviceArguments):
         rank, nranks = 0, 2
 
@@ -255,7 +255,7 @@ def test_outputs_wait_in_the_stream_of_the_operation() -> None:
     assert mine.gpu.ordered == [(5, 7)]
 
 
-def test_masks_and_odd_addresses_are_refused() -> None:
+def test_masks_and_unaligned_addresses_are_rejected() -> None:
     with pytest.raises(InvalidUsage, match="x is a masked array"):
         view(Described(mask=np.ones(4)))
     odd = np.zeros(20, np.uint8)[1:17]
@@ -277,7 +277,7 @@ class Freed(Packed):
         return capsule
 
 
-def test_arrays_without_memory_are_refused() -> None:
+def test_arrays_without_memory_are_rejected() -> None:
     for thing in (
         Described(data=(0, False)),
         Described(data=(None, False)),
@@ -294,7 +294,7 @@ def test_arrays_without_memory_are_refused() -> None:
         assert view(empty).count == 0
 
 
-def test_tensors_whose_storage_was_freed_are_refused() -> None:
+def test_tensors_with_freed_storage_are_rejected() -> None:
     """The address of a slice is its offset. These are in CPU memory, whose device is -1."""
     torch = torch_with_exchange_api()
     gpu = Gpu()
@@ -336,7 +336,7 @@ def test_tensors_whose_storage_was_freed_are_refused() -> None:
         ({"stream": 1 << 64}, "stream of .* is 18446744073709551616; it must"),
     ],
 )
-def test_malformed_interfaces_are_refused(said: dict[str, Any], words: str) -> None:
+def test_malformed_interfaces_are_rejected(said: dict[str, Any], words: str) -> None:
     given, lacking = Described(**said), Described(stream=None, strides=None)
     for key in said:
         del lacking.__cuda_array_interface__[key]
@@ -361,7 +361,7 @@ def test_malformed_interfaces_are_refused(said: dict[str, Any], words: str) -> N
     ],
     ids=str,
 )
-def test_more_elements_than_memory_can_have_are_refused(said: dict[str, Any], count: int) -> None:
+def test_impossible_element_counts_are_rejected(said: dict[str, Any], count: int) -> None:
     with pytest.raises(
         InvalidUsage,
         match=f"a test: x claims {count} elements of .*; a process can address at most {1 << 57} bytes",
@@ -396,14 +396,14 @@ class Endless(Packed):
     ("shape", "strides"),
     [((0, 4), (7, 7)), ((4, 0), (0, 0)), ((0,), (-4,)), ((2, 0, 3), (1, 2, 3))],
 )
-def test_steps_of_nothing_are_not_looked_at(
+def test_strides_of_empty_arrays_are_ignored(
     shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> None:
     """As with DLPack, and with NumPy on CPUs."""
     assert view(Described(shape=shape, strides=strides)) == DeviceMemory(4096, 0, DType.FLOAT32)
 
 
-def test_bools_are_refused() -> None:
+def test_bools_are_rejected() -> None:
     """Sums of their bytes are not bools."""
     with pytest.raises(InvalidUsage, match=r"a test: x has type '.b1'; allowed are int8, uint8"):
         view(Described(typestr="|b1"))
@@ -416,7 +416,7 @@ def test_bools_are_refused() -> None:
     assert view(torch.zeros(4, dtype=torch.bool).view(torch.uint8), gpu=gpu).dtype is DType.UINT8
 
 
-def test_tensors_that_are_negated_lazily_are_refused() -> None:
+def test_lazily_negated_tensors_are_rejected() -> None:
     """On GPUs and CPUs: neither their address nor DLPack reveals it."""
     torch, gpu = torch_with_exchange_api(), Gpu()
     gpu.ordinal = -1
@@ -471,7 +471,7 @@ class Unwilling:
         *((Nowhere(said), False) for said in ("xx", (None, 0), 2, (2, "a"))),
     ],
 )
-def test_whether_an_array_lies_on_a_gpu_never_raises(thing: Any, there: bool) -> None:
+def test_is_gpu_array_never_raises(thing: Any, there: bool) -> None:
     """Errors are raised when the memory is requested, as errors of an argument."""
     assert memory.is_gpu_array(thing) is there
     with pytest.raises(InvalidUsage, match="a test: x:? "):
@@ -480,7 +480,7 @@ def test_whether_an_array_lies_on_a_gpu_never_raises(thing: Any, there: bool) ->
         cpu_view(thing, "x", writes=False, where="a test")
 
 
-def test_an_interface_that_raises_is_named() -> None:
+def test_an_interface_that_raises_is_reported() -> None:
     with pytest.raises(
         InvalidUsage,
         match="a test: x: cannot read __cuda_array_interface__: RuntimeError: no context",
@@ -503,7 +503,7 @@ class OfCupy(Packed):
     device = types.SimpleNamespace(id=3)
 
 
-def test_devices_are_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_ordinals_are_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX's device id counts devices of all processes; CuPy's and PyTorch's are the driver's
     ordinal.
     """
@@ -526,7 +526,7 @@ class Gpus:
         self.current = before
 
 
-def test_results_in_new_arrays_of_cupy_lie_where_the_others_do(
+def test_new_cupy_results_are_on_the_gpu_of_the_inputs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpus = Gpus()
@@ -539,7 +539,7 @@ def test_results_in_new_arrays_of_cupy_lie_where_the_others_do(
     assert (memory.empty_like(x, 5, "all_gather"), gpus.current) == ((5, "f4", 2), 0)
 
 
-def test_the_current_gpu_is_the_drivers_where_no_library_says(
+def test_the_driver_provides_the_current_gpu_without_a_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As with Numba; memory visible to all GPUs has no owner."""
@@ -588,7 +588,7 @@ def test_the_current_gpu_is_the_drivers_where_no_library_says(
         None,
     ],
 )
-def test_windows_have_the_types_that_those_on_cpus_have(dtype: Any) -> None:
+def test_gpu_windows_support_the_types_of_cpu_windows(dtype: Any) -> None:
     assert NUMPY_DTYPE[_element_type(dtype)] == element_type(dtype)
 
 
@@ -608,7 +608,7 @@ def test_windows_have_the_types_that_those_on_cpus_have(dtype: Any) -> None:
         "3f4",
     ],
 )
-def test_windows_of_types_that_cannot_be_communicated_are_refused(dtype: Any) -> None:
+def test_windows_of_unsupported_types_are_rejected(dtype: Any) -> None:
     with pytest.raises(
         InvalidUsage,
         match=r"empty: (cannot communicate dtype|dtype .* is not supported)",
@@ -616,7 +616,7 @@ def test_windows_of_types_that_cannot_be_communicated_are_refused(dtype: Any) ->
         _element_type(dtype)
 
 
-def test_what_is_no_interface_is_refused() -> None:
+def test_invalid_interfaces_are_rejected() -> None:
     thing = Described()
     thing.__cuda_array_interface__ = [4096]  # type: ignore[assignment]
     with pytest.raises(
@@ -639,7 +639,7 @@ class Odd(Packed):
 
 
 @pytest.mark.parametrize("code", list(DType))
-def test_windows_are_shown_to_others_as_numbers_that_they_know(code: DType) -> None:
+def test_windows_export_types_that_other_libraries_know(code: DType) -> None:
     """But not to this package: fast calls must not read 8-bit floats as integers."""
     window = DeviceArray(4096, (2, 3), code, None)
     shown = np.dtype(window.__cuda_array_interface__["typestr"])
@@ -673,7 +673,7 @@ def test_a_window_is_a_tensor_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (tensor.shape, tensor.dtype, devices) == ((2, 3), torch.bfloat16, ["cuda:1"])
 
 
-def test_doors_are_told_what_was_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_valid_array_types_are_registered_for_fast_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     class Jax(Packed):
         pass
 

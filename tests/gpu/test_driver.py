@@ -32,7 +32,7 @@ def test_the_gpu_of_an_address() -> None:
 
 @pytest.mark.gpu
 @NEEDS_GPU
-def test_the_context_of_a_program_is_known_and_stays() -> None:
+def test_the_context_of_an_application_is_known_and_preserved() -> None:
     """PyTorch uses the same context on each GPU. An event goes to the default stream of the current
     context.
     """
@@ -57,7 +57,7 @@ def test_the_context_of_a_program_is_known_and_stays() -> None:
         gpu.close()
 
 
-def test_what_is_held_waits_for_the_gpu_of_its_communicator(
+def test_retained_objects_wait_for_the_gpu_of_their_communicator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cuda, gate = EmulatedCuda(), threading.Event()
@@ -84,14 +84,14 @@ class Thing:
     """Weakly referenceable object."""
 
 
-def test_memory_that_no_gpu_has() -> None:
+def test_memory_without_a_gpu() -> None:
     assert ordinal_at(4096) is None
 
 
 @pytest.mark.parametrize(
     ("compiler", "hint"), [(13, "CUDA 12: install a newer driver, or .*cuda12"), (12, "")]
 )
-def test_machine_code_that_the_driver_refuses(
+def test_machine_code_that_the_driver_rejects(
     compiler: int, hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fake driver supports CUDA 12."""
@@ -103,7 +103,7 @@ def test_machine_code_that_the_driver_refuses(
     assert bool(raised.value.hint) == bool(hint)
 
 
-def test_a_driver_that_does_not_start_is_told_with_who_knows_more(
+def test_a_driver_that_does_not_start_is_reported_with_a_hint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cuda = FakeCuda(refuse=["cuInit"])

@@ -74,7 +74,7 @@ ONE_PIECE = [
     ("dtype", "proto"), [(DType.BFLOAT16, "ll128"), (DType.INT32, "ll"), (DType.INT32, "ll128")]
 )
 @pytest.mark.parametrize(("collective", "algo"), ONE_PIECE)
-def test_one_piece(collective: Collective, algo: str, dtype: DType, proto: str) -> None:
+def test_single_tile(collective: Collective, algo: str, dtype: DType, proto: str) -> None:
     """The single-tile kernel alternates with the tiled one, which uses the same memory."""
     for count, offset, single in ((203, 0, True), (203, 1, True), (6001, 0, False), (96, 0, True)):
         request = asked(collective, dtype, count, 3, algo, proto, root=1)
@@ -90,7 +90,7 @@ IN_PARTS += [(DType.FLOAT64, "ll128", 2, 3), (DType.INT8, "ll128", 2, 3)]
 
 
 @pytest.mark.parametrize(("dtype", "proto", "unroll", "nranks"), IN_PARTS)
-def test_parts(nranks: int, dtype: DType, proto: str, unroll: int) -> None:
+def test_double_buffered(nranks: int, dtype: DType, proto: str, unroll: int) -> None:
     """Two to five tiles of various sizes alternate with single-tile and tiled launches on the same
     halves.
     """
@@ -161,9 +161,7 @@ OF_RANKS = [
 
 
 @pytest.mark.parametrize(("collective", "algo", "dtype", "proto", "nranks"), OF_RANKS)
-def test_threads_that_share_a_packet(
-    collective: Collective, algo: str, dtype: DType, proto: str, nranks: int
-) -> None:
+def test_fanout(collective: Collective, algo: str, dtype: DType, proto: str, nranks: int) -> None:
     """Fanout kernels alternate with the tiled kernel, which uses the same memory."""
     for count, offset in ((1, 0), (203, 1), (4001, 0), (96, 0)):
         request = asked(collective, dtype, count, nranks, algo, proto, root=nranks - 1)
@@ -183,7 +181,7 @@ def test_threads_that_share_a_packet(
 
 @pytest.mark.parametrize(("collective", "algo"), OTHERS)
 @pytest.mark.parametrize("proto", ["ll", "ll128", "simple"])
-def test_others(collective: Collective, algo: str, proto: str) -> None:
+def test_other_collectives(collective: Collective, algo: str, proto: str) -> None:
     for dtype, count, root, offset in (
         (DType.FLOAT32, 1, 0, 0),
         (DType.FLOAT32, 1501, 2, 1),
@@ -231,7 +229,7 @@ REUSED = [
 @pytest.mark.parametrize("nranks", [2, 3])
 @pytest.mark.parametrize(("collective", "algo"), REUSED)
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.INT32])
-def test_slots_are_used_again(
+def test_slots_are_reused(
     monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, dtype: DType, nranks: int
 ) -> None:
     """Buffer halves that hold a fraction of the operation."""
@@ -249,9 +247,7 @@ def test_slots_are_used_again(
 
 
 @pytest.mark.parametrize("nranks", [2, 3, 4])
-def test_a_ring_with_as_few_slots_as_are_enough(
-    monkeypatch: pytest.MonkeyPatch, nranks: int
-) -> None:
+def test_a_ring_with_the_minimum_of_slots(monkeypatch: pytest.MonkeyPatch, nranks: int) -> None:
     request = asked(Collective.ALL_REDUCE, DType.FLOAT32, 20001, nranks, "ring", "ll128")
     plan = replace(small(request), blocks=1)
     least = min_slots("ring", nranks)
@@ -290,7 +286,7 @@ def sends_first() -> Iterator[str]:
     catalog.unregister(name)
 
 
-def test_a_schedule_has_as_many_slots_as_it_needs(sends_first: str) -> None:
+def test_a_schedule_gets_the_slots_it_needs(sends_first: str) -> None:
     for count in (5, 3001):
         request = asked(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, sends_first, "simple")
         assert run(machine(2), request, small(request), repeat=2) == [""] * 2
@@ -324,7 +320,7 @@ MADE = {
 
 
 @pytest.mark.parametrize("made", MADE)
-def test_schedules_made_of_schedules(made: str) -> None:
+def test_composed_schedules(made: str) -> None:
     change, algo, collective = MADE[made]
     schedule = replace(change(catalog.build(algo, collective, 4)), name=f"made: {made}")
     catalog.register_schedule(schedule)
@@ -351,7 +347,7 @@ IN_ORDER = [
 
 @pytest.mark.parametrize(("collective", "algo", "proto"), IN_ORDER)
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.INT32])
-def test_neighbours_in_another_order(
+def test_ring_orders_other_than_rank_order(
     monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, proto: str, dtype: DType
 ) -> None:
     """Rings and chains in another order than that of the ranks, from every root, with reused slots."""
@@ -375,7 +371,7 @@ def test_neighbours_in_another_order(
             )
 
 
-def test_only_neighbours_of_the_order_talk() -> None:
+def test_only_neighbours_of_the_order_communicate() -> None:
     """In the order 0 2 1 3 a chain from rank 2 is 2 1 3 0: other pairs need no FIFO."""
     request = asked(Collective.BROADCAST, DType.INT32, 500, 4, "chain", "simple", root=2)
     schedule = schedules.schedule_of(small(request), request, (0, 2, 1, 3))
@@ -406,7 +402,7 @@ def test_a_ring_writes_to_the_next_of_the_order_only() -> None:
 
 @pytest.mark.parametrize("nranks", [2, 3])
 @pytest.mark.parametrize(("collective", "algo"), REUSED)
-def test_fifos_go_around(
+def test_fifos_wrap_around(
     monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, nranks: int
 ) -> None:
     """Protocol Simple with slots that hold a fraction of the operation; the halves are full of ones
@@ -436,7 +432,7 @@ MASKED = [
 
 @pytest.mark.parametrize("nranks", [2, 3])
 @pytest.mark.parametrize(("collective", "algo"), MASKED)
-def test_words_that_the_mask_makes_ones(
+def test_words_that_are_masked_to_ones(
     monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, nranks: int
 ) -> None:
     """Several tiles with reused slots; in sums all other ranks have zeros."""
@@ -460,7 +456,7 @@ def test_words_that_the_mask_makes_ones(
 
 
 @pytest.mark.parametrize("nranks", [2, 3])
-def test_words_that_the_mask_makes_ones_in_parts(nranks: int) -> None:
+def test_words_that_are_masked_to_ones_double_buffered(nranks: int) -> None:
     """Every tile is masked as a launch of its own."""
     fresh, plan = (
         Machine(nranks),
@@ -504,7 +500,7 @@ def _late(condition: str, seconds: float) -> str:
     ],
     ids=["a block that is parts behind", "a block that is ahead of the boards"],
 )
-def test_parts_whose_blocks_are_apart_agree(
+def test_double_buffered_blocks_may_be_tiles_apart(
     monkeypatch: pytest.MonkeyPatch, begins: str, sends: str
 ) -> None:
     """Waiting blocks compare the own op record, which block 0 writes tile by tile."""
@@ -588,7 +584,7 @@ def test_an_average_divides_once(algo: str, collective: Collective, dtype: DType
     assert run(machine(4), request, small(request), inputs=inputs) == [""] * 4
 
 
-def test_a_rank_that_does_not_come_ends_the_wait() -> None:
+def test_the_wait_for_an_absent_rank_ends() -> None:
     lonely = Machine(2, timeout_s=0.2)
     launch_each(
         lonely, [asked(Collective.ALL_REDUCE, DType.FLOAT32, 100, 2, "one_shot", "ll128"), None]
@@ -625,7 +621,7 @@ def test_a_clock_that_jumps_ends_no_wait(seconds: int) -> None:
     assert two.errors() == [0, 0]
 
 
-def test_waiting_for_a_rank_that_has_left_ends() -> None:
+def test_the_wait_for_an_exited_rank_ends() -> None:
     three = Machine(3, timeout_s=60)
     three.host[0][layout.HOST_EXITED] = 1 << 2
     request = asked(Collective.ALL_REDUCE, DType.FLOAT32, 1, 3, "one_shot", "ll128")
@@ -633,7 +629,7 @@ def test_waiting_for_a_rank_that_has_left_ends() -> None:
     assert three.errors() == [layout.ERROR_EXITED, 0, 0]
 
 
-def test_what_a_rank_sent_before_it_left_counts() -> None:
+def test_data_sent_before_an_exit_are_received() -> None:
     """Including data that arrived after the last poll before the exit was known."""
     two, clock = Machine(2, timeout_s=60), Clock()
     request = asked(Collective.ALL_REDUCE, DType.FLOAT32, 1, 2, "one_shot", "ll128")
@@ -655,7 +651,7 @@ def meeting(nranks: int) -> KernelSpec:
     )
 
 
-def test_ranks_meet() -> None:
+def test_device_barrier() -> None:
     four = machine(4)
     for _ in range(6):
         args = [lower.pack_args(four.comm_args(rank), count=4096, signature=7) for rank in range(4)]
@@ -665,7 +661,7 @@ def test_ranks_meet() -> None:
 
 
 @pytest.mark.parametrize("field", ["signature", "count"])
-def test_ranks_that_meet_for_different_operations_are_told(field: str) -> None:
+def test_a_barrier_of_different_operations_is_a_mismatch(field: str) -> None:
     three = Machine(3)
     said: list[dict[str, Any]] = [
         {"signature": 7, "count": 4096} | {field: 8 if rank == 1 else 9} for rank in range(3)
@@ -703,7 +699,7 @@ def told_needs(where: Machine, by: int, to: int, launch: int) -> int:
         (Collective.REDUCE, "double_binary_tree", "ll128"),
     ],
 )
-def test_launches_tell_whom_they_need(collective: Collective, algo: str, proto: str) -> None:
+def test_op_records_contain_needed_ranks(collective: Collective, algo: str, proto: str) -> None:
     three, every = Machine(3), layout.NEEDS_ALL
     request = asked(
         collective, DType.INT32, 1000, 3, algo, proto, root=1 if collective.rooted else 0
@@ -722,7 +718,7 @@ def test_launches_tell_whom_they_need(collective: Collective, algo: str, proto: 
         ], (by, to)
 
 
-def test_meetings_tell_that_they_need_all() -> None:
+def test_barriers_need_all_ranks() -> None:
     two = Machine(2)
     two.launch(
         meeting(2),
@@ -736,7 +732,7 @@ def test_meetings_tell_that_they_need_all() -> None:
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_a_mismatch_ends_the_wait_of_who_expects_more(left: bool) -> None:
+def test_a_mismatch_ends_the_wait_of_the_rank_that_expects_more(left: bool) -> None:
     """Also if the peer, which found the mismatch first, has ended since."""
     for _ in range(10):
         two = Machine(2, timeout_s=60)
@@ -754,7 +750,7 @@ def test_a_mismatch_ends_the_wait_of_who_expects_more(left: bool) -> None:
     assert int(two.host[0][layout.HOST_PEER]) == 1
 
 
-def test_a_mismatch_is_told_to_who_goes_on_though_the_other_has_ended() -> None:
+def test_a_mismatch_is_reported_to_a_rank_that_continues() -> None:
     """Rank 0 has received everything; rank 1 has not, finds the mismatch, and skips the next
     launch.
     """
@@ -774,7 +770,7 @@ def test_a_mismatch_is_told_to_who_goes_on_though_the_other_has_ended() -> None:
     assert [int(two.host[0][word]) for word in (layout.HOST_PEER, layout.HOST_LAUNCH)] == [1, 1]
 
 
-def test_a_mismatch_that_nobody_waits_for_is_told_one_launch_later() -> None:
+def test_a_mismatch_without_a_wait_is_reported_one_launch_later() -> None:
     for _ in range(10):
         two = Machine(2)
         launch_each(
@@ -803,7 +799,7 @@ def test_a_mismatch_that_nobody_waits_for_is_told_one_launch_later() -> None:
         ),
     ],
 )
-def test_a_mismatch_in_steps_is_told_in_the_same_launch(
+def test_a_mismatch_in_steps_is_reported_in_the_same_launch(
     mine: dict[str, Any], theirs: dict[str, Any]
 ) -> None:
     three = Machine(3, timeout_s=60)
@@ -813,7 +809,7 @@ def test_a_mismatch_in_steps_is_told_in_the_same_launch(
     assert [int(words[layout.HOST_PEER]) for words in three.host[:2]] == [2, 2]
 
 
-def test_steps_and_packets_take_turns() -> None:
+def test_steps_and_packets_alternate() -> None:
     """Buffer halves alternate between launches of any kernels."""
     fresh = Machine(3)
     for turn, (collective, algo, proto) in enumerate(

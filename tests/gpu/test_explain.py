@@ -31,7 +31,7 @@ def explained(
 
 @pytest.mark.parametrize("collective", ALGORITHMS)
 @pytest.mark.parametrize("count", [1, 3000, 1 << 22])
-def test_the_chosen_one_is_first_and_is_what_runs(collective: Collective, count: int) -> None:
+def test_the_chosen_candidate_is_first_and_runs(collective: Collective, count: int) -> None:
     found = explained(collective, count)
     plan = choose(
         Request(collective=collective, dtype=DType.FLOAT32, op=RedOp.SUM, count=count, nranks=4)
@@ -52,7 +52,7 @@ def test_the_chosen_one_is_first_and_is_what_runs(collective: Collective, count:
     assert len({candidate.reason for candidate in found}) == len(found)
 
 
-def test_sentences() -> None:
+def test_reasons() -> None:
     small, large = (
         explained(Collective.ALL_REDUCE, 32 << 10),
         explained(Collective.ALL_REDUCE, 33 << 10),
@@ -108,6 +108,6 @@ def test_without_kernels() -> None:
 
 @pytest.mark.multiprocess
 @needs_compiler
-def test_what_communicators_say() -> None:
+def test_explanations_of_communicators() -> None:
     env = {"MIRACCL_SMS": "2", "MIRACCL_EMULATOR_CACHE": str(folder())}
     run_ranks(emulated_ranks.explanations, 3, env=env, timeout=100.0)

@@ -32,7 +32,7 @@ def side() -> FastPathRank:
     return FastPathRank()
 
 
-def test_doors_find_the_launch(side: FastPathRank) -> None:
+def test_fast_calls_find_the_launch(side: FastPathRank) -> None:
     x, out, both = torch.zeros(4, 3), torch.zeros(12), torch.zeros(24)
     assert side.all_reduce(x) == 1  # nothing is remembered yet
     made = side.add_collective(Collective.ALL_REDUCE, DType.FLOAT32, 12)
@@ -58,7 +58,7 @@ def test_doors_find_the_launch(side: FastPathRank) -> None:
     assert len(side.driver.seen) == 5
 
 
-def test_what_goes_the_long_way(side: FastPathRank) -> None:
+def test_calls_left_to_the_slow_path(side: FastPathRank) -> None:
     side.add_collective(Collective.ALL_REDUCE, DType.FLOAT32, 12)
     side.add_collective(Collective.ALL_GATHER, DType.FLOAT32, 12)
     side.add_collective(Collective.ALL_REDUCE, DType.FLOAT32, 8, fills=True)
@@ -108,7 +108,7 @@ def test_what_goes_the_long_way(side: FastPathRank) -> None:
     assert len(side.driver.seen) == 5
 
 
-def test_tensors_whose_storage_was_freed_go_the_long_way(side: FastPathRank) -> None:
+def test_tensors_with_freed_storage_take_the_slow_path(side: FastPathRank) -> None:
     """Including slices, whose address is their offset; empty tensors need no memory."""
     for collective in (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.BROADCAST):
         side.add_collective(collective, F32, 12)
@@ -139,7 +139,7 @@ def test_more_launches_than_the_table_holds(side: FastPathRank) -> None:
     assert [row[0] for row in side.driver.seen[-len(found) :]] == found
 
 
-def test_powers_of_two_find_places_of_their_own(side: FastPathRank) -> None:
+def test_powers_of_two_do_not_collide(side: FastPathRank) -> None:
     """Typical programs: sizes that differ by factors of two, several collectives, types and
     operators.
     """
@@ -156,7 +156,7 @@ def test_powers_of_two_find_places_of_their_own(side: FastPathRank) -> None:
     assert len(side.fast_path._launches) == len(kinds) * len(dtypes) * 30
 
 
-def test_the_first_operation_after_a_capture_is_pythons(side: FastPathRank) -> None:
+def test_the_first_operation_after_a_capture_takes_the_slow_path(side: FastPathRank) -> None:
     """Python knows what it has to wait for."""
     x = torch.zeros(12)
     side.add_collective(Collective.ALL_REDUCE, DType.FLOAT32, 12)
@@ -169,7 +169,7 @@ def test_the_first_operation_after_a_capture_is_pythons(side: FastPathRank) -> N
     assert side.all_reduce(x, stream=5) == 0
 
 
-def test_reduce_looks_at_the_root(side: FastPathRank) -> None:
+def test_reduce_checks_the_root(side: FastPathRank) -> None:
     x, out, odd = torch.zeros(12), torch.zeros(3, 4), torch.zeros(24)[::2]
     for op in (RedOp.SUM, RedOp.MAX):
         for root in (0, 1):
@@ -223,7 +223,7 @@ def test_in_place(rank: int) -> None:
         )
 
 
-def test_every_call_says_that_the_last_plan_was_not_the_cpus(side: FastPathRank) -> None:
+def test_every_call_resets_the_cpu_plan(side: FastPathRank) -> None:
     side.add_collective(Collective.ALL_REDUCE, F32, 12)
     assert side.all_reduce(torch.zeros(11)) == 1
     assert side.cpu_plan.value == 9
@@ -231,7 +231,7 @@ def test_every_call_says_that_the_last_plan_was_not_the_cpus(side: FastPathRank)
     assert side.cpu_plan.value == 0
 
 
-def test_what_a_door_does_not_take_goes_to_the_next(side: FastPathRank) -> None:
+def test_unhandled_calls_go_to_the_fallback(side: FastPathRank) -> None:
     """As on the CPU: the same arguments, and the fallback's result."""
     other = FastPathRank()
     first = {name: side.fast_path.fast_call(name, other.calls[name]) for name in CALLS}
@@ -258,7 +258,7 @@ def test_what_a_door_does_not_take_goes_to_the_next(side: FastPathRank) -> None:
     assert first["all_reduce"](x, None, RedOp.SUM, False, None) == 0
 
 
-def test_a_failed_launch_is_pythons(side: FastPathRank) -> None:
+def test_a_failed_launch_is_left_to_python(side: FastPathRank) -> None:
     side.driver._codes = (700, 0)
     side.add_collective(Collective.ALL_REDUCE, F32, 12)
     assert side.all_reduce(torch.zeros(12)) == 1  # which launches again, and says what CUDA says
@@ -290,7 +290,7 @@ def test_messages_find_their_launch(side: FastPathRank) -> None:
     assert len(side.driver.seen) == before
 
 
-def test_messages_of_a_group_may_be_a_collective(grouping: FastPathRank) -> None:
+def test_collected_messages_may_be_a_collective(grouping: FastPathRank) -> None:
     side = grouping
     x, y = torch.zeros(12), torch.zeros(12)
     rows = (False, 1, 12, F32), (True, 1, 12, F32)
@@ -314,7 +314,7 @@ def test_messages_of_a_group_may_be_a_collective(grouping: FastPathRank) -> None
     assert side.driver.seen.pop()[0] == 1
 
 
-def test_messages_that_go_the_long_way(side: FastPathRank) -> None:
+def test_messages_left_to_the_slow_path(side: FastPathRank) -> None:
     x, whole = torch.zeros(12), torch.zeros(24)
     for receives in (False, True):
         side.add_messages(1, (receives, 1, 12, F32))
@@ -357,7 +357,7 @@ def test_messages_that_go_the_long_way(side: FastPathRank) -> None:
     assert len(side.driver.seen) == 6
 
 
-def test_messages_of_many_kinds_find_places_of_their_own(side: FastPathRank) -> None:
+def test_messages_of_many_kinds_do_not_collide(side: FastPathRank) -> None:
     x, counts = (
         torch.zeros(1 << 12),
         sorted({(1 << bits) + more for bits in range(12) for more in range(3)}),
@@ -389,7 +389,7 @@ def addresses(notes: list[tuple[Any, int, bool]]) -> list[tuple[int, int, bool]]
     return [(x.data_ptr(), peer, receives) for x, peer, receives in notes]
 
 
-def test_a_group_is_noted_and_launched(grouping: FastPathRank) -> None:
+def test_a_group_is_collected_and_launched(grouping: FastPathRank) -> None:
     x, y, z = torch.zeros(12), torch.zeros(7, dtype=torch.int64), torch.zeros(12)
     grouping.add_collective(Collective.ALL_REDUCE, F32, 12)
     for _ in range(2):
@@ -415,7 +415,7 @@ def test_a_group_is_noted_and_launched(grouping: FastPathRank) -> None:
     assert not grouping.handed_over
 
 
-def test_what_is_noted_lives_until_it_is_launched(grouping: FastPathRank) -> None:
+def test_collected_arrays_live_until_the_launch(grouping: FastPathRank) -> None:
     arrays = [torch.zeros(12), torch.zeros(7, dtype=torch.int64), torch.zeros(12)]
     alive = [weakref.ref(array) for array in arrays]
     with miraccl.group():
@@ -428,7 +428,7 @@ def test_what_is_noted_lives_until_it_is_launched(grouping: FastPathRank) -> Non
     assert all(array() is None for array in alive)
 
 
-def test_a_group_that_python_looks_at_is_pythons(grouping: FastPathRank) -> None:
+def test_a_group_that_python_inspects_is_handed_over(grouping: FastPathRank) -> None:
     x, y = torch.zeros(12), torch.zeros(7, dtype=torch.int64)
     with miraccl.group():
         assert grouping.sendrecv(x, y) == 0
@@ -456,7 +456,7 @@ def test_a_group_that_python_looks_at_is_pythons(grouping: FastPathRank) -> None
 
 
 @pytest.mark.parametrize("why", ["unknown", "stream", "abort", "failed", "exception", "closed"])
-def test_a_group_that_no_door_can_launch_is_pythons(grouping: FastPathRank, why: str) -> None:
+def test_a_group_without_a_launch_is_handed_over(grouping: FastPathRank, why: str) -> None:
     x, y = torch.zeros(12), torch.zeros(7, dtype=torch.int64)
     try:
         with miraccl.group():
@@ -488,7 +488,7 @@ def test_a_group_that_no_door_can_launch_is_pythons(grouping: FastPathRank, why:
     assert len(grouping.handed_over) == 1
 
 
-def test_what_is_not_noted(grouping: FastPathRank) -> None:
+def test_calls_that_are_not_collected(grouping: FastPathRank) -> None:
     """Python checks these calls and reports the error."""
     x, whole = torch.zeros(12), torch.zeros(24)
     wrong = (
@@ -563,7 +563,7 @@ def test_another_stream_thread_or_communicator_does_not_join(grouping: FastPathR
         assert grouping.send(x) == 1
 
 
-def test_a_thread_that_left_a_group_open_leaves_it_to_nobody(grouping: FastPathRank) -> None:
+def test_no_thread_inherits_an_open_group(grouping: FastPathRank) -> None:
     """Thread ids are not reused, unlike those of the operating system."""
     answers: list[Any] = []
 
@@ -597,7 +597,7 @@ def test_groups_in_an_exit_stack(grouping: FastPathRank) -> None:
     assert len(grouping.driver.seen) == len(grouping.handed_over) == 1
 
 
-def test_as_many_messages_as_there_is_room_for(side: FastPathRank) -> None:
+def test_groups_collect_a_bounded_number_of_messages(side: FastPathRank) -> None:
     x = torch.zeros(2 * layout.MAX_MESSAGES)
     rows = [(False, 1, 1 + place, F32) for place in range(layout.MAX_MESSAGES)]
     side.add_messages(8, *rows)
@@ -614,7 +614,7 @@ def test_as_many_messages_as_there_is_room_for(side: FastPathRank) -> None:
 # ---- the end
 
 
-def test_closed_doors_look_at_nothing(side: FastPathRank) -> None:
+def test_closed_fast_calls_read_nothing(side: FastPathRank) -> None:
     """The words in host memory have been freed."""
     side.add_collective(Collective.ALL_REDUCE, F32, 12)
     side.add_messages(1, (False, 1, 12, F32))

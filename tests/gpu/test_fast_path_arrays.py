@@ -121,13 +121,13 @@ def test_arrays_find_the_launch(side: Without, make: Callable[..., Any]) -> None
 
 
 @pytest.mark.parametrize("code", list(DType))
-def test_every_type_is_known(side: Without, make: Callable[..., Any], code: DType) -> None:
+def test_every_type_is_supported(side: Without, make: Callable[..., Any], code: DType) -> None:
     side.add_collective(Collective.ALL_REDUCE, code, 8)
     for other in DType:
         assert side.all_reduce(make(zeros(8, NUMPY_DTYPE[other]))) == int(other is not code)
 
 
-def test_arrays_that_go_the_long_way(side: Without, make: Callable[..., Any]) -> None:
+def test_arrays_left_to_the_slow_path(side: Without, make: Callable[..., Any]) -> None:
     kind = type(make(zeros(12)))
     wrong = [
         make(zeros(24)[::2]),
@@ -179,7 +179,7 @@ def test_arrays_that_go_the_long_way(side: Without, make: Callable[..., Any]) ->
         {"data": Memory(1 << 40, 1 << 32)},
     ],
 )
-def test_attributes_of_another_kind(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]) -> None:
+def test_attributes_of_other_types(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]) -> None:
     """A CuPy version with other attributes takes the slow path and leaves no exception behind."""
     side = Without(monkeypatch, pretended()[0])
     side.add_collective(Collective.ALL_REDUCE, F32, 12)
@@ -191,7 +191,7 @@ def test_attributes_of_another_kind(monkeypatch: pytest.MonkeyPatch, wrong: dict
     assert side.all_reduce(Array(zeros(12))) == 0
 
 
-def test_a_library_without_these_attributes_goes_the_long_way(
+def test_a_library_without_these_attributes_takes_the_slow_path(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Other:
@@ -201,7 +201,7 @@ def test_a_library_without_these_attributes_goes_the_long_way(
     assert side.all_reduce(Other()) == 1
 
 
-def test_the_stream_is_asked_for(side: Without, make: Callable[..., Any]) -> None:
+def test_the_stream_is_queried(side: Without, make: Callable[..., Any]) -> None:
     x = make(zeros(12))
     side.add_collective(Collective.ALL_REDUCE, F32, 12)
     for wrong in (5, None, "0", -1, 1 << 70, ZeroDivisionError()):
@@ -215,7 +215,7 @@ def test_the_stream_is_asked_for(side: Without, make: Callable[..., Any]) -> Non
     assert len(side.asked) == 7
 
 
-def test_what_ends_programs_does(side: Without, make: Callable[..., Any]) -> None:
+def test_exceptions_that_end_programs_propagate(side: Without, make: Callable[..., Any]) -> None:
     """Such as a signal handler that runs during the stream query."""
     x, out = make(zeros(12)), make(zeros(24))
     side.add_collective(Collective.ALL_REDUCE, F32, 12)
@@ -258,7 +258,7 @@ def test_an_empty_array_overlaps_nothing(side: Without, make: Callable[..., Any]
         assert side.driver.seen.pop()[-1] == whole.ctypes.data
 
 
-def test_references_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_references_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
     side, size, ptr = Without(monkeypatch, pretended()[0]), 100_000, zeros(100_000).ctypes.data
     side.add_collective(Collective.ALL_REDUCE, F32, size)
     memory = Memory(ptr, 0)
@@ -320,7 +320,7 @@ def test_tensors_and_arrays(
         assert set(asked) == ({"cupy"} if first == "torch" else {"cupy", "torch"})
 
 
-def test_each_in_the_stream_of_its_library(
+def test_arrays_use_the_stream_of_their_library(
     monkeypatch: pytest.MonkeyPatch, library: tuple[Any, Callable[..., Any]]
 ) -> None:
     """The library of the first array that is used."""
@@ -359,7 +359,7 @@ def test_each_in_the_stream_of_its_library(
 # ---- the long way
 
 
-def test_types_that_numpy_has_no_code_for() -> None:
+def test_types_without_a_numpy_code() -> None:
     """CuPy arrays of bfloat16 have typestr "<V2"; other byte orders are not numbers."""
     from miraccl.errors import InvalidUsage
     from miraccl.runtime.gpu.memory import device_view

@@ -165,7 +165,7 @@ def test_arrays_find_the_launch(side: FastPathRank, make: Any) -> None:
 
 
 @both
-def test_what_is_read_only_is_not_written(side: FastPathRank, make: Any) -> None:
+def test_read_only_arrays_are_not_written(side: FastPathRank, make: Any) -> None:
     x, out = frozen(zeros()), zeros()
     for root in range(2):
         side.add_collective(Collective.BROADCAST, F32, 12, root=root)
@@ -218,7 +218,7 @@ def test_what_is_read_only_is_not_written(side: FastPathRank, make: Any) -> None
 
 
 @both
-def test_only_types_that_are_known_are_asked(side: FastPathRank, make: Any) -> None:
+def test_only_registered_types_are_read(side: FastPathRank, make: Any) -> None:
     def never() -> None:
         raise AssertionError
 
@@ -244,7 +244,7 @@ def test_only_types_that_are_known_are_asked(side: FastPathRank, make: Any) -> N
     assert taken == [0] * (layout.MAX_FOREIGN_TYPES - 2) + [1] * 2  # as many as there is room for
 
 
-def test_types_that_are_known_stay() -> None:
+def test_registered_types_are_kept_alive() -> None:
     """A type's address must not be reused by another type."""
     side = FastPathRank()
     kind = type("Short", (Described,), {})
@@ -255,7 +255,7 @@ def test_types_that_are_known_stay() -> None:
     assert alive() is not None
 
 
-def test_types_that_another_thread_adds_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_types_may_be_added_by_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks may be threads, which share the types."""
     side = FastPathRank()
     kinds: dict[type, ArrayProtocol] = {Described: ArrayProtocol(dlpack=False)}
@@ -280,7 +280,7 @@ def test_types_that_another_thread_adds_meanwhile(monkeypatch: pytest.MonkeyPatc
 
 @both
 @pytest.mark.parametrize("error", [AttributeError, ValueError, BufferError])
-def test_arrays_that_say_no_go_the_long_way(
+def test_arrays_that_raise_take_the_slow_path(
     side: FastPathRank, make: Any, error: type[Exception]
 ) -> None:
     """For example deleted arrays. No exception is left behind."""
@@ -301,7 +301,7 @@ def test_arrays_that_say_no_go_the_long_way(
 
 
 @both
-def test_what_ends_programs_does(side: FastPathRank, make: Any) -> None:
+def test_exceptions_that_end_programs_propagate(side: FastPathRank, make: Any) -> None:
     x, good = make(zeros()), make(zeros())
 
     def interrupt() -> None:
@@ -323,7 +323,7 @@ def test_what_ends_programs_does(side: FastPathRank, make: Any) -> None:
 
 
 @both
-def test_calls_that_asking_makes(side: FastPathRank, make: Any) -> None:
+def test_protocols_that_call_operations(side: FastPathRank, make: Any) -> None:
     """An array may compute its protocol and call operations.
 
     Fast calls handle none of these, and the outer call is correct unless they changed the stream.
@@ -350,7 +350,7 @@ def test_calls_that_asking_makes(side: FastPathRank, make: Any) -> None:
 
 
 @both
-def test_the_stream_is_looked_at_before_the_array(side: FastPathRank, make: Any) -> None:
+def test_the_stream_is_checked_before_the_array(side: FastPathRank, make: Any) -> None:
     """The previous operation's stream may be gone: nothing may wait in it if it is not this call's."""
     x = make(zeros())
 
@@ -375,7 +375,7 @@ def test_the_stream_is_looked_at_before_the_array(side: FastPathRank, make: Any)
     assert side.all_reduce(x, stream=0) == 1
 
 
-def test_without_the_driver_nobody_is_asked(side: FastPathRank) -> None:
+def test_without_driver_functions_no_array_is_read(side: FastPathRank) -> None:
     side.fast_path.set_driver_functions(0, 0)
     assert side.all_reduce(Described(zeros())) == side.all_reduce(Packed(zeros())) == 1
 
@@ -384,7 +384,7 @@ def test_without_the_driver_nobody_is_asked(side: FastPathRank) -> None:
 
 
 @pytest.mark.parametrize("code", list(DType))
-def test_every_type_that_the_interface_can_say(side: FastPathRank, code: DType) -> None:
+def test_every_type_of_the_interface(side: FastPathRank, code: DType) -> None:
     side.add_collective(Collective.ALL_REDUCE, code, 8)
     dtype = NUMPY_DTYPE[code]
     assert side.all_reduce(Described(zeros(8, dtype), typestr=dtype.str)) == int(
@@ -448,7 +448,7 @@ def test_every_type_that_the_interface_can_say(side: FastPathRank, code: DType) 
     ],
     ids=str,
 )
-def test_interfaces_that_go_the_long_way(side: FastPathRank, said: dict[str, Any]) -> None:
+def test_interfaces_left_to_the_slow_path(side: FastPathRank, said: dict[str, Any]) -> None:
     good, bad = Described(zeros()), Described(zeros(), **said)
     side.add_messages(1, (False, 1, 12, F32), (True, 1, 12, F32))
     assert (
@@ -463,7 +463,7 @@ def test_interfaces_that_go_the_long_way(side: FastPathRank, said: dict[str, Any
     assert side.all_reduce(bad) == 0
 
 
-def test_an_interface_that_is_no_dictionary(side: FastPathRank) -> None:
+def test_an_interface_that_is_not_a_dictionary(side: FastPathRank) -> None:
     class Sized(dict[str, Any]):
         pass
 
@@ -480,7 +480,7 @@ def test_an_interface_that_is_no_dictionary(side: FastPathRank) -> None:
         assert apart.all_reduce(kind(), stream=0) == 1
 
 
-def test_what_an_interface_may_leave_out(side: FastPathRank) -> None:
+def test_optional_entries_of_an_interface(side: FastPathRank) -> None:
     nothing: tuple[dict[str, Any], ...] = (
         {"strides": None},
         {"strides": ...},
@@ -495,7 +495,7 @@ def test_what_an_interface_may_leave_out(side: FastPathRank) -> None:
     )  # steps along axes of one
 
 
-def test_where_an_address_is_the_driver_says(side: FastPathRank) -> None:
+def test_the_driver_provides_the_gpu_of_an_address(side: FastPathRank) -> None:
     x, out = Described(zeros()), Described(zeros())
     assert side.all_reduce(x, out) == 0
     for ordinal in (1, -1, None):
@@ -534,7 +534,7 @@ def test_interfaces_in_groups(side: FastPathRank) -> None:
     assert all(array() is None for array in alive)
 
 
-def test_references_of_interfaces_are_given_back(side: FastPathRank) -> None:
+def test_references_of_interfaces_are_released(side: FastPathRank) -> None:
     x, bad = Described(zeros()), Described(zeros(), data=(4098, False))
     interface, wrong = x.__cuda_array_interface__, bad.__cuda_array_interface__
 
@@ -569,7 +569,7 @@ def test_references_of_interfaces_are_given_back(side: FastPathRank) -> None:
 # ---- DLPack
 
 
-def test_the_producer_is_told_the_stream(side: FastPathRank) -> None:
+def test_the_producer_receives_the_stream(side: FastPathRank) -> None:
     x = Packed(zeros())
     for stream in (0, 1, 2, 77):
         side.fast_path.stream = side.stream = stream  # type: ignore[attr-defined]
@@ -577,7 +577,7 @@ def test_the_producer_is_told_the_stream(side: FastPathRank) -> None:
     assert x.streams == [1, 1, 2, 77]
 
 
-def test_capsules_are_held_until_they_are_handed_over(side: FastPathRank) -> None:
+def test_capsules_are_retained_until_they_are_handed_over(side: FastPathRank) -> None:
     x, out = Packed(zeros()), Packed(zeros())
     assert (x.capsules, out.capsules) == (0, 0)
     for number in range(1, layout.MAX_RETAINED // 2):
@@ -624,7 +624,7 @@ def test_capsules_are_handed_over_with_their_stream(side: FastPathRank) -> None:
     assert [(len(objects), stream) for objects, stream in side.retained] == [(2, 0), (1, 5)]
 
 
-def test_a_stream_is_left_with_nothing_held_of_it(side: FastPathRank) -> None:
+def test_a_stream_switch_releases_retained_capsules(side: FastPathRank) -> None:
     """The application may destroy it then."""
     record, wait = (
         ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int64),
@@ -650,7 +650,7 @@ def test_a_stream_is_left_with_nothing_held_of_it(side: FastPathRank) -> None:
     assert [(len(objects), stream) for objects, stream in side.retained] == [(1, 0)]
 
 
-def test_what_is_not_done_is_not_held(side: FastPathRank) -> None:
+def test_capsules_of_unhandled_calls_are_released(side: FastPathRank) -> None:
     x, odd, unknown = Packed(zeros()), Packed(zeros(24)[::2]), Packed(zeros(13))
     assert (
         side.all_reduce(odd)
@@ -668,7 +668,7 @@ def test_what_is_not_done_is_not_held(side: FastPathRank) -> None:
     assert x.capsules == 1
 
 
-def test_where_handing_over_fails_it_is_told(side: FastPathRank) -> None:
+def test_a_failed_hand_over_raises(side: FastPathRank) -> None:
     """The operation is running, so its input stays alive."""
 
     def refuse(objects: list[Any], stream: int) -> None:
@@ -683,7 +683,7 @@ def test_where_handing_over_fails_it_is_told(side: FastPathRank) -> None:
     assert x.capsules == layout.MAX_RETAINED == len(side.driver.seen)
 
 
-def test_what_a_graph_reads_is_pythons_to_keep(side: FastPathRank) -> None:
+def test_captured_calls_are_left_to_python(side: FastPathRank) -> None:
     x = Packed(zeros())
     side.driver.capturing.add(0)
     assert side.all_reduce(x) == 1
@@ -724,7 +724,7 @@ def test_capsules_in_groups(grouping: FastPathRank) -> None:
 
 
 @pytest.mark.parametrize("why", ["python", "exception", "captured", "failed", "asked"])
-def test_capsules_of_a_group_that_is_pythons(grouping: FastPathRank, why: str) -> None:
+def test_capsules_of_a_group_that_is_handed_over(grouping: FastPathRank, why: str) -> None:
     """Python creates its own capsules."""
     side, x, y = grouping, Packed(zeros()), Packed(zeros())
     with contextlib.suppress(ZeroDivisionError), miraccl.group():
@@ -763,7 +763,7 @@ def test_much_memory_of_a_group_is_handed_over_at_once(side: FastPathRank) -> No
     assert [len(objects) for objects, _ in side.retained] == [2, 2]
 
 
-def test_where_handing_over_the_capsules_of_a_group_fails_it_is_told(
+def test_a_failed_hand_over_of_a_group_raises(
     grouping: FastPathRank,
 ) -> None:
     def refuse(objects: list[Any], stream: int) -> None:
@@ -788,7 +788,7 @@ def test_where_handing_over_the_capsules_of_a_group_fails_it_is_told(
         assert groups.current() is not None
 
 
-def test_what_cannot_be_held_stays(grouping: FastPathRank) -> None:
+def test_capsules_that_cannot_be_retained_are_leaked(grouping: FastPathRank) -> None:
     def refuse(objects: list[Any], stream: int) -> None:
         raise ZeroDivisionError
 
@@ -807,7 +807,7 @@ def test_what_cannot_be_held_stays(grouping: FastPathRank) -> None:
     assert (y.capsules, len(side.fast_path.retained)) == (3, 1)
 
 
-def test_an_array_in_a_group_of_another_thread_is_not_asked(side: FastPathRank) -> None:
+def test_arrays_in_a_group_of_another_thread_are_not_read(side: FastPathRank) -> None:
     side.add_messages(1, (False, 1, 12, F32))
     x = Packed(zeros())
     with miraccl.group():
@@ -817,7 +817,7 @@ def test_an_array_in_a_group_of_another_thread_is_not_asked(side: FastPathRank) 
     assert x.streams == [1]  # what the door said
 
 
-def test_an_operation_of_several_launches_holds_once(side: FastPathRank) -> None:
+def test_an_operation_of_several_launches_retains_once(side: FastPathRank) -> None:
     for root in range(2):
         side.add_collective(Collective.REDUCE, F32, 4 + root, root=root).check = lambda code: [][
             code
@@ -848,7 +848,7 @@ class Telling(Packed):
 
 @pytest.mark.parametrize("kind", [Old, Telling])
 @pytest.mark.parametrize("immutable", [False, True])
-def test_producers_of_all_ages(side: FastPathRank, kind: Any, immutable: bool) -> None:
+def test_producers_of_all_dlpack_versions(side: FastPathRank, kind: Any, immutable: bool) -> None:
     side.fast_path.add_foreign_types(
         {
             Described: ArrayProtocol(dlpack=False),
@@ -888,7 +888,7 @@ def test_a_capsule_of_another_version(side: FastPathRank) -> None:
     assert x.capsules == 0
 
 
-def test_what_is_no_capsule(side: FastPathRank) -> None:
+def test_objects_that_are_not_capsules(side: FastPathRank) -> None:
     used = zeros().__dlpack__()
     np.from_dlpack(
         types.SimpleNamespace(__dlpack__=lambda **_: used, __dlpack_device__=lambda: (1, 0))
@@ -956,7 +956,7 @@ class Sharded(Packed):
         self.sharding = sharding
 
 
-def test_the_function_beneath_the_method(
+def test_the_export_function_is_called_directly(
     side: FastPathRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
@@ -990,7 +990,7 @@ def test_the_function_beneath_the_method(
     assert len(given) == before
 
 
-def test_without_that_function_the_method_is_called(side: FastPathRank) -> None:
+def test_without_an_export_function_the_method_is_called(side: FastPathRank) -> None:
     side.fast_path.add_foreign_types({Sharded: ArrayProtocol(dlpack=True, immutable=True)})
     x = Sharded(zeros(), object())
     assert side.all_reduce(x, Packed(zeros())) == 0

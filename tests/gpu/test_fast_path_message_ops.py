@@ -48,7 +48,7 @@ def memory(tensor: Any) -> DeviceMemory:
     kind=st.sampled_from([list, tuple]),
     shift=st.sampled_from([None, None, 0, 0, 1, -1]),
 )
-def test_doors_find_what_python_would_send(
+def test_fast_calls_send_what_python_would(
     name: str, nranks: int, place: int, first: Any, second: Any, kind: Any, shift: int | None
 ) -> None:
     """``shift``: distance of overlapping arrays from the in-place form."""
@@ -121,7 +121,7 @@ def test_doors_find_what_python_would_send(
         ]
 
 
-def test_what_goes_the_long_way() -> None:
+def test_calls_left_to_the_slow_path() -> None:
     side = FastPathRank()
     x, out, whole = torch.zeros(5), torch.zeros(4), torch.zeros(9)
     varying, even = (

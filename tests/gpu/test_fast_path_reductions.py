@@ -55,7 +55,7 @@ def remember_all(side: FastPathRank, counts: list[int], op: RedOp = SUM) -> None
     op=st.sampled_from([RedOp.SUM, RedOp.MAX, RedOp.AVG]),
     shift=st.sampled_from([None, None, 0, 1, -1]),
 )
-def test_doors_launch_what_python_would(
+def test_fast_calls_launch_what_python_would(
     nranks: int, rank: int, counts: Any, kind: Any, op: RedOp, shift: int | None
 ) -> None:
     """``shift``: distance of ``out``, which overlaps ``x``, from the in-place form."""
@@ -87,7 +87,7 @@ def test_doors_launch_what_python_would(
     assert all(row[1:-2] == (0, *SHAPE, 0) for row in side.driver.seen)
 
 
-def test_what_goes_the_long_way() -> None:
+def test_calls_left_to_the_slow_path() -> None:
     side = FastPathRank()
     remember_all(side, [2, 3])
     x, out = torch.zeros(5), torch.zeros(2)

@@ -68,7 +68,7 @@ def launched(
     multiprocessors=st.sampled_from([4, 132]),
     data=st.data(),
 )
-def test_doors_write_what_python_lowers(
+def test_templates_match_what_python_lowers(
     shape: Any, to_self: int, rank: int, frame: Framing, multiprocessors: int, data: Any
 ) -> None:
     """Same arguments and grid for several messages per queue, queues in any order, messages to the
@@ -100,7 +100,7 @@ def test_doors_write_what_python_lowers(
         assert not side.handed_over
 
 
-def test_another_shape_is_another_launch() -> None:
+def test_other_kinds_use_another_template() -> None:
     side, place, rules = (
         FastPathRank(0, NRANKS),
         comm_args(0),
@@ -127,7 +127,7 @@ def test_another_shape_is_another_launch() -> None:
     assert side.send(x) == 1
 
 
-def test_what_is_left_to_python() -> None:
+def test_messages_left_to_python() -> None:
     """Unequal halves of a self message, messages in chunks, launches that use the whole GPU out of
     order.
     """

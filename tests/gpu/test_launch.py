@@ -6,7 +6,7 @@ from miraccl import native
 from tests.gpu.fake_launch import SHAPE, Driver
 
 
-def test_a_launch_passes_its_words() -> None:
+def test_a_launch_passes_its_arguments() -> None:
     driver = Driver((700, -3))
     record = driver.record(1 << 46)
     run = native.builtin(

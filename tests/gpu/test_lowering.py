@@ -103,7 +103,7 @@ def test_every_size_has_a_plan_that_fits() -> None:
     algo=st.sampled_from(["one_shot", "two_shot", "ring", TREES]),
 )
 @settings(max_examples=200, deadline=None)
-def test_slots_are_used_again_only_where_it_is_safe(count: int, nranks: int, algo: str) -> None:
+def test_slots_are_reused_only_where_it_is_safe(count: int, nranks: int, algo: str) -> None:
     asked = request(count=count, nranks=nranks, algo=algo, proto="ll128")
     plan = choose(asked)
     block = lower.lower_packets(plan, asked, comm_args(nranks))
@@ -124,7 +124,7 @@ def test_slots_are_used_again_only_where_it_is_safe(count: int, nranks: int, alg
         assert algo == "ring" or nslots >= (ahead if algo == TREES else 2 * ahead) + 2
 
 
-def test_all_ranks_choose_alike() -> None:
+def test_all_ranks_choose_the_same_plan() -> None:
     for asked in requests():
         assert choose(asked) == choose(asked)
         plan, ranks = choose(asked), range(asked.nranks)
@@ -139,7 +139,7 @@ def test_all_ranks_choose_alike() -> None:
         )
 
 
-def test_parts_of_the_memory_do_not_overlap() -> None:
+def test_memory_regions_do_not_overlap() -> None:
     assert layout.ROW_FIFOS_OFFSET == layout.PACKETS_OFFSET + 2 * layout.HALF_BYTES
     assert layout.TOTAL_BYTES <= 64 << 20
     words = 3 * layout.MAX_RANKS * layout.BLOCKS * layout.FIFO_WORD_BYTES
@@ -150,7 +150,7 @@ def test_parts_of_the_memory_do_not_overlap() -> None:
 
 
 @pytest.mark.parametrize("nranks", [2, 3, 4, 8])
-def test_steps_are_written_as_the_kernel_reads_them(nranks: int) -> None:
+def test_steps_are_encoded_as_the_kernel_reads_them(nranks: int) -> None:
     asked = request(dtype=DType.INT32, count=1 << 20, nranks=nranks, algo="ring", proto="simple")
     schedule = catalog.build("ring", Collective.ALL_REDUCE, nranks)
     for rank in range(nranks):
@@ -186,7 +186,7 @@ def test_steps_are_written_as_the_kernel_reads_them(nranks: int) -> None:
             at += struct.calcsize(layout.STEP)
 
 
-def test_large_sums_take_the_ring_where_they_may() -> None:
+def test_large_sums_use_the_ring_where_allowed() -> None:
     large = (64 << 20) // 2
     assert choose(request(count=large, nranks=4)).algo == "ring"
     assert choose(request(count=large, nranks=2)).algo == "one_shot"
@@ -211,7 +211,7 @@ def test_large_sums_take_the_ring_where_they_may() -> None:
 
 
 @pytest.mark.parametrize("collective", [Collective.BROADCAST, Collective.REDUCE])
-def test_many_ranks_take_trees_between_one_shot_and_chain(collective: Collective) -> None:
+def test_many_ranks_use_trees_between_one_shot_and_chain(collective: Collective) -> None:
     names = [
         choose(request(collective, count=nbytes // 2, nranks=8)).algo
         for nbytes in (64 << 10, 65 << 10, 512 << 10, 513 << 10)
@@ -221,7 +221,7 @@ def test_many_ranks_take_trees_between_one_shot_and_chain(collective: Collective
     assert choose(request(collective, count=300 << 10, nranks=4)).algo == "chain"
 
 
-def test_threads_share_packets_where_they_have_all_in_one_piece() -> None:
+def test_fanout_is_used_for_a_single_tile() -> None:
     def fan(nbytes: int, nranks: int, multiprocessors: int = 128) -> int:
         plan = choose(request(count=nbytes // 2, nranks=nranks, multiprocessors=multiprocessors))
         assert plan.fanout == 1 or plan.blocks * plan.threads >= plan.fanout * -(
@@ -244,7 +244,7 @@ def test_threads_share_packets_where_they_have_all_in_one_piece() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1 << 20, 2 << 20, 4 << 20, 8 << 20])
-def test_eight_ranks_need_one_piece_up_to_8_mib(nbytes: int) -> None:
+def test_eight_ranks_use_a_single_tile_up_to_8_mib(nbytes: int) -> None:
     asked = request(count=nbytes // 2, nranks=8, multiprocessors=128)
     plan = choose(asked)
     assert (plan.algo, plan.blocks, kernel_spec(plan, asked).single_tile) == ("two_shot", 128, True)
@@ -255,7 +255,7 @@ def test_eight_ranks_need_one_piece_up_to_8_mib(nbytes: int) -> None:
     ("nbytes", "parts"), [(9 << 20, 2), (16 << 20, 2), (20 << 20, 3), ((32 << 20) - 2, 4)]
 )
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.INT32])
-def test_eight_ranks_need_parts_above(dtype: DType, nbytes: int, parts: int) -> None:
+def test_eight_ranks_are_double_buffered_above(dtype: DType, nbytes: int, parts: int) -> None:
     asked = request(count=nbytes // dtype.itemsize, dtype=dtype, nranks=8, multiprocessors=128)
     plan = choose(asked)
     assert (plan.algo, plan.threads, kernel_spec(plan, asked).double_buffered) == (
@@ -268,21 +268,21 @@ def test_eight_ranks_need_parts_above(dtype: DType, nbytes: int, parts: int) -> 
     lower.lower_packets(plan, asked, comm_args(8, 3))
 
 
-def test_parts_are_for_many_gpus_and_for_most_multiprocessors() -> None:
+def test_double_buffering_is_for_many_gpus_and_most_multiprocessors() -> None:
     assert not choose(request(count=8 << 20, nranks=4)).double_buffered
     assert not choose(request(count=8 << 20, nranks=8, multiprocessors=32)).double_buffered
     assert choose(request(count=24 << 20, nranks=8, proto="ll128")).double_buffered
     assert not choose(request(count=40 << 20, nranks=8, proto="ll128")).double_buffered
 
 
-def test_parts_of_more_than_the_kernel_can_count_are_refused() -> None:
+def test_double_buffered_sizes_beyond_32_bits_are_rejected() -> None:
     asked = request(count=1 << 30, nranks=8, algo="two_shot", proto="ll128")
     plan = replace(choose(asked), blocks=128, threads=512, double_buffered=True)
     with pytest.raises(InvalidUsage, match="2147483648 bytes: at most 1073741824 are allowed"):
         lower.lower_packets(plan, asked, comm_args(8, 3))
 
 
-def test_steps_beyond_the_room_of_a_launch_are_refused() -> None:
+def test_steps_beyond_the_capacity_of_a_launch_are_rejected() -> None:
     ring = catalog.build("ring", Collective.ALL_REDUCE, 8)
     assert [schedules.step_capacity(passes.pipeline(ring, depth)) for depth in (1, 8, 30)] == [
         120,
@@ -303,7 +303,7 @@ def test_arguments_stay_below_the_limit_of_a_launch() -> None:
 
 
 @pytest.mark.parametrize(("depth", "scratch"), [(1, 0), (4, 300), (4, 3000)])
-def test_slots_and_scratch_have_room_in_a_bank(depth: int, scratch: int) -> None:
+def test_slots_and_scratch_fit_a_buffer_half(depth: int, scratch: int) -> None:
     """Including fewer blocks than planned."""
     ring = catalog.build("ring", Collective.ALL_REDUCE, 8)
     schedule = replace(passes.pipeline(ring, depth), scratch_chunks=scratch)
@@ -319,7 +319,7 @@ def test_slots_and_scratch_have_room_in_a_bank(depth: int, scratch: int) -> None
     assert behind + blocks * scratch * piece * 4 + words <= layout.HALF_BYTES
 
 
-def test_what_cannot_run_is_refused() -> None:
+def test_unsupported_schedules_are_rejected() -> None:
     asked = request(dtype=DType.FLOAT32, nranks=4, algo="two_shot_put", proto="simple")
     with pytest.raises(InvalidUsage, match="in no window"):
         schedules.lower_steps(
@@ -330,7 +330,7 @@ def test_what_cannot_run_is_refused() -> None:
         )
 
 
-def test_bad_requests_are_refused() -> None:
+def test_bad_requests_are_rejected() -> None:
     with pytest.raises(InvalidUsage, match="protocol"):
         choose(request(proto="fast"))
     huge = DevicePlan(algo="two_shot", proto="ll128", blocks=512, threads=512, unroll=4)
@@ -338,7 +338,7 @@ def test_bad_requests_are_refused() -> None:
         lower.lower_packets(huge, request(count=1 << 30, nranks=8), comm_args(8))
 
 
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib
 
     def refuse(name: str) -> None:
@@ -351,7 +351,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     toolkit.bindings.cache_clear()
 
 
-def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_driver_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     class Bindings:
         @staticmethod
         def cuInit(flags: int) -> None:  # noqa: N802
@@ -365,7 +365,7 @@ def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("part", [1, 7, 8, 100, 4096, 1 << 20, (1 << 28) + 24, 1 << 30])
 @pytest.mark.parametrize("lanes", [1, 32, 128])
 @pytest.mark.parametrize("room", [4, 60, 1024, 24320])
-def test_pieces_go_in_equal_rounds(part: int, lanes: int, room: int) -> None:
+def test_tiles_form_equal_rounds(part: int, lanes: int, room: int) -> None:
     piece = schedules.tile_elements(part, lanes, room, 4)
     assert 0 < piece <= room
     assert piece % 4 == 0

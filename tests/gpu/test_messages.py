@@ -95,7 +95,7 @@ def test_addresses(frame: Framing) -> None:
 @needs_compiler
 @pytest.mark.parametrize("frame", FRAMES)
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_rings_are_used_again(frame: Framing, lanes: int) -> None:
+def test_row_fifos_wrap_around(frame: Framing, lanes: int) -> None:
     """Several times the capacity of the row FIFOs, in both directions at once."""
     size = 3 * lanes * layout.FIFO_ROWS * layout.ROW_BYTES
     right([Send(0, 1, size + 5), Send(1, 0, size)], frame=frame, lanes=lanes)
@@ -114,7 +114,7 @@ def test_four_ranks() -> None:
 
 
 @needs_compiler
-def test_orders_that_would_deadlock_one_by_one() -> None:
+def test_orders_that_would_deadlock_ungrouped() -> None:
     """Ranks 0 and 1 both send first, more than the row FIFOs hold."""
     big = 2 * layout.FIFO_ROWS * layout.ROW_BYTES
     right(
@@ -128,7 +128,7 @@ def test_many_messages_are_read_from_a_table() -> None:
 
 
 @needs_compiler
-def test_launches_of_changing_shapes_follow_one_another() -> None:
+def test_launches_of_changing_shapes() -> None:
     for round_ in range(12):
         sends = [Send(0, 1, 300 * round_), Send(1, 0, 5000 - 400 * round_)]
         right(sends[round_ % 3 == 0 : 1 + (round_ % 3 < 2)], lanes=2)
@@ -198,7 +198,7 @@ def moves_of(where: Machine, rank: int) -> tuple[int, dict[int, int]]:
 
 @needs_compiler
 @pytest.mark.parametrize("frame", FRAMES)
-def test_collectives_that_are_messages_are_counted(frame: Framing) -> None:
+def test_message_collectives_are_numbered(frame: Framing) -> None:
     """On ranks without a message and with large ones as well; plain messages are not counted."""
     where = Machine(3)
     for number in range(1, 2 * layout.MESSAGE_OP_ENTRIES):
@@ -222,7 +222,7 @@ def test_collectives_that_are_messages_are_counted(frame: Framing) -> None:
 @pytest.mark.parametrize("frame", FRAMES)
 @pytest.mark.parametrize("theirs", [SCATTER, 0])
 @pytest.mark.parametrize("nbytes", [40, 0, 5000])
-def test_a_message_of_another_operation_is_refused(
+def test_a_message_of_another_operation_is_rejected(
     nbytes: int, theirs: int, frame: Framing
 ) -> None:
     """Its size matches. The sender, which did not wait, gets the error with its next message."""
@@ -238,7 +238,7 @@ def test_a_message_of_another_operation_is_refused(
 
 @needs_compiler
 @pytest.mark.parametrize("frame", FRAMES)
-def test_a_message_that_nobody_took_is_not_taken_later(frame: Framing) -> None:
+def test_an_unmatched_message_is_not_received_later(frame: Framing) -> None:
     where = Machine(2)
     run(where, rules(2, frame), [Send(1, 0, 40)], only=[1], signatures=[0, GATHER])
     run(where, rules(2, frame), [], only=[0], signatures=[GATHER, 0])
@@ -248,7 +248,7 @@ def test_a_message_that_nobody_took_is_not_taken_later(frame: Framing) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("other", ["another", "later", "launch"])
-def test_waits_end_that_are_in_another_collective(other: str) -> None:
+def test_waits_in_different_collectives_end(other: str) -> None:
     """The peer has published another one, or continued to a later one, or to a launch."""
     where = Machine(2, timeout_s=600)
     for _ in range({"another": 1, "later": layout.MESSAGE_OP_ENTRIES + 2, "launch": 0}[other]):
@@ -278,9 +278,7 @@ def test_waits_end_that_are_in_another_collective(other: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("pool", [False, True], ids=["lanes", "bulk"])
-def test_what_hangs_on_a_wait_that_has_failed_is_not_sent(
-    monkeypatch: pytest.MonkeyPatch, pool: bool
-) -> None:
+def test_nothing_is_sent_after_a_failed_wait(monkeypatch: pytest.MonkeyPatch, pool: bool) -> None:
     if pool:
         shrink_pool(monkeypatch)
     where = Machine(2, timeout_s=0.3)
@@ -305,7 +303,7 @@ def in_launch(
 @needs_compiler
 @pytest.mark.parametrize("pool", [False, True], ids=["lanes", "bulk"])
 @pytest.mark.parametrize(("src", "needs"), [(1, layout.NEEDS_ALL), (1, 1), (0, layout.NEEDS_ALL)])
-def test_a_plain_wait_for_one_who_waits_in_a_launch_ends(
+def test_a_plain_wait_for_a_rank_blocked_in_a_launch_ends(
     monkeypatch: pytest.MonkeyPatch, src: int, needs: int, pool: bool
 ) -> None:
     if pool:
@@ -323,7 +321,7 @@ def test_a_plain_wait_for_one_who_waits_in_a_launch_ends(
 @pytest.mark.parametrize(
     ("needs", "flag"), [(0, None), (2, None), (layout.NEEDS_ALL, 0), (layout.NEEDS_ALL, 2)]
 )
-def test_a_plain_wait_for_one_in_a_launch_that_ends_without_this_rank_goes_on(
+def test_a_plain_wait_for_a_rank_in_an_independent_launch_continues(
     needs: int, flag: int | None
 ) -> None:
     """Including a half-written record whose other half is of an earlier launch."""
@@ -334,7 +332,7 @@ def test_a_plain_wait_for_one_in_a_launch_that_ends_without_this_rank_goes_on(
 
 
 @needs_compiler
-def test_a_peer_that_has_begun_what_this_rank_has_not_told_yet_is_not_past_it(
+def test_a_peer_in_a_launch_not_yet_published_here_is_not_past_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A warp may wait before any drawing warp of its launch has run: the last entry is of the
@@ -356,7 +354,7 @@ def test_a_peer_that_has_begun_what_this_rank_has_not_told_yet_is_not_past_it(
 
 
 @needs_compiler
-def test_a_peer_whose_wait_has_failed_is_not_past_anything() -> None:
+def test_a_peer_whose_wait_failed_is_not_past() -> None:
     where = Machine(2, timeout_s=0.3)
     run(where, rules(2), [Send(1, 0, 40)], only=[0], signatures=[GATHER, 0])
     entry = where.comm_args(1).inboxes[0] + layout.OP_LOG_OFFSET + 16
@@ -380,7 +378,7 @@ def test_a_peer_that_is_ahead_has_sent_its_message() -> None:
     assert where.errors() == [0, 0]
 
 
-def test_a_collective_in_words() -> None:
+def test_a_collective_as_text() -> None:
     assert [describe_signature(GATHER), describe_signature(op_signature(Collective.BARRIER))] == [
         "gather (root 0)",
         "barrier",
@@ -401,7 +399,7 @@ def test_a_collective_in_words() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("alone", [0, 1])
-def test_waiting_ends(alone: int) -> None:
+def test_waits_end_at_the_deadline(alone: int) -> None:
     where = Machine(2, timeout_s=0.2)
     run(where, rules(2), [Send(0, 1, 200_000)], only=[alone])
     host = where.host[alone]
@@ -423,7 +421,7 @@ def test_an_abort_ends_the_wait() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("alone", [0, 1])
-def test_waiting_for_a_rank_that_has_left_ends(alone: int) -> None:
+def test_the_wait_for_an_exited_rank_ends(alone: int) -> None:
     where = Machine(2, timeout_s=60)
     where.host[alone][layout.HOST_EXITED] = 1 << 1 - alone
     run(where, rules(2), [Send(0, 1, 200_000)], only=[alone])
@@ -431,7 +429,7 @@ def test_waiting_for_a_rank_that_has_left_ends(alone: int) -> None:
 
 
 @needs_compiler
-def test_a_message_of_a_rank_that_has_left_comes() -> None:
+def test_a_message_of_an_exited_rank_is_received() -> None:
     where = Machine(2, timeout_s=60)
     run(where, rules(2), [Send(0, 1, 500)], only=[0])
     where.host[1][layout.HOST_EXITED] = 1
@@ -543,7 +541,7 @@ def test_sizes_of_large_messages_that_differ_are_reported(sent: int, expected: i
 
 @needs_compiler
 @pytest.mark.usefixtures("small_pool")
-def test_which_of_several_large_messages_was_refused_is_left_with_its_sender() -> None:
+def test_the_rejected_large_message_is_recorded_at_its_sender() -> None:
     where = Machine(2)
     run(
         where,
@@ -561,7 +559,7 @@ def test_which_of_several_large_messages_was_refused_is_left_with_its_sender() -
 
 @needs_compiler
 @pytest.mark.usefixtures("small_pool")
-def test_a_refusal_that_is_heard_between_two_large_messages_ends_all_threads() -> None:
+def test_a_rejection_between_two_large_messages_ends_all_threads() -> None:
     where = Machine(2)
     run(where, few(2), [Send(0, 1, 100, expected=50)])
     assert where.errors() == [0, layout.ERROR_SIZES]
@@ -575,7 +573,7 @@ def test_a_refusal_that_is_heard_between_two_large_messages_ends_all_threads() -
 @needs_compiler
 @pytest.mark.usefixtures("small_pool")
 @pytest.mark.parametrize("alone", [0, 1])
-def test_waiting_with_large_messages_ends(alone: int) -> None:
+def test_waits_with_large_messages_end(alone: int) -> None:
     where = Machine(2, timeout_s=0.2)
     run(where, few(2), [Send(0, 1, 20_000)], only=[alone])
     assert (where.errors()[alone], int(where.host[alone][layout.HOST_PEER])) == (
@@ -587,7 +585,7 @@ def test_waiting_with_large_messages_ends(alone: int) -> None:
 @needs_compiler
 @pytest.mark.usefixtures("small_pool")
 @pytest.mark.parametrize("alone", [0, 1])
-def test_waiting_with_large_messages_for_a_rank_in_another_collective_ends(alone: int) -> None:
+def test_large_message_waits_in_different_collectives_end(alone: int) -> None:
     where = Machine(2, timeout_s=600)
     run(where, few(2), [], only=[1 - alone], signatures=[GATHER] * 2)
     run(where, few(2), [Send(0, 1, 20_000)], only=[alone], signatures=[SCATTER] * 2)
@@ -597,7 +595,7 @@ def test_waiting_with_large_messages_for_a_rank_in_another_collective_ends(alone
 @needs_compiler
 @pytest.mark.usefixtures("small_pool")
 @pytest.mark.parametrize("alone", [0, 1])
-def test_waiting_with_large_messages_for_a_rank_that_has_left_ends(alone: int) -> None:
+def test_large_message_waits_for_an_exited_rank_end(alone: int) -> None:
     where = Machine(2, timeout_s=60)
     where.host[alone][layout.HOST_EXITED] = 1 << 1 - alone
     run(where, few(2), [Send(0, 1, 20_000)], only=[alone])
@@ -621,7 +619,7 @@ sends = st.builds(
     frame=st.sampled_from(FRAMES),
 )
 @settings(max_examples=20, deadline=None)
-def test_whatever_is_sent_arrives(program: list[list[Send]], lanes: int, frame: Framing) -> None:
+def test_random_messages_arrive(program: list[list[Send]], lanes: int, frame: Framing) -> None:
     where = Machine(3)
     for number, launch in enumerate(program):
         assert [
@@ -672,7 +670,7 @@ def test_launches_of_few_messages_have_short_arguments(nranks: int, most: int) -
     assert longest.capacity == layout.LARGE_CAPACITY
 
 
-def test_parts_of_the_memory_do_not_overlap() -> None:
+def test_memory_regions_do_not_overlap() -> None:
     for nranks in range(2, layout.MAX_RANKS + 1):
         lanes, rows = layout.message_warp_queues(nranks), layout.FIFO_ROWS
         assert (nranks - 1) * lanes * rows * 512 <= layout.ROW_FIFOS_BYTES
@@ -690,7 +688,7 @@ def test_parts_of_the_memory_do_not_overlap() -> None:
 
 @pytest.mark.parametrize("multiprocessors", [1, 2, 8, 132])
 @pytest.mark.parametrize("nranks", [2, 3, 5, 8])
-def test_all_lanes_are_on_the_gpu_together(nranks: int, multiprocessors: int) -> None:
+def test_all_warp_queues_are_resident_together(nranks: int, multiprocessors: int) -> None:
     where = WarpQueueRules(nranks=nranks, multiprocessors=multiprocessors)
     everything = [
         message(peer, 1 << 20, receives) for peer in range(nranks) for receives in (False, True)
@@ -714,7 +712,7 @@ def queues(args: bytearray, nranks: int, count: int) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("multiprocessors", [2, 14, 128])
 @pytest.mark.parametrize("nranks", [2, 3, 5, 8])
-def test_blocks_of_large_messages_are_on_the_gpu_together_with_all_lanes(
+def test_large_message_blocks_are_resident_with_all_warp_queues(
     nranks: int, multiprocessors: int
 ) -> None:
     where = WarpQueueRules(nranks=nranks, multiprocessors=multiprocessors)
@@ -751,7 +749,7 @@ def test_blocks_of_large_messages_are_on_the_gpu_together_with_all_lanes(
     assert max(slots) < layout.BULK_BYTES // layout.CHUNK_BYTES
 
 
-def test_both_sides_use_the_same_lanes() -> None:
+def test_both_sides_use_the_same_warp_queues() -> None:
     where = WarpQueueRules(nranks=2, multiprocessors=128)
     counts = [where.warp_queues_for(size) for size in range(0, 1 << 20, 1000)]
     assert counts == sorted(counts)
@@ -763,7 +761,7 @@ def test_both_sides_use_the_same_lanes() -> None:
     )
 
 
-def test_messages_to_oneself_pair_up() -> None:
+def test_messages_to_the_own_rank_pair_up() -> None:
     lowered = lower_messages([message(0, 5), message(0, 5, receives=True)], comm_args(2), rules(2))
     assert len(lowered.positions) == 2
     with pytest.raises(InvalidUsage, match="to itself: 1 sends and 0 receives"):
@@ -786,7 +784,7 @@ def test_messages_to_oneself_pair_up() -> None:
         (None, IPC, 80, Framing.PAIR),
     ],
 )
-def test_lines_are_used_where_paths_keep_them_whole(
+def test_line_framing_is_used_where_paths_keep_lines_whole(
     path: PathType | None, kind: str, arch: int, frame: Framing
 ) -> None:
     memory: Any = types.SimpleNamespace(

@@ -35,11 +35,11 @@ def test_messages(number: int, nranks: int) -> None:
 
 
 @pytest.mark.parametrize("case", UNLIKE)
-def test_collectives_that_are_messages_are_told_apart(case: str) -> None:
+def test_message_collectives_do_not_mix(case: str) -> None:
     assert run_cases([{"case": case}], 3, module=WORKER) == [[""] * 3]
 
 
 @pytest.mark.parametrize("how", ["mismatch", "timeout", "abort"])
-def test_failures_are_told(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_are_reported(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_TIMEOUT", "2" if how == "timeout" else "30")
     assert run_cases([{"case": how}], 2, module=WORKER) == [["", ""]]

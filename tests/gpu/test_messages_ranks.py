@@ -66,11 +66,11 @@ def test_copy_engines_of_many_shapes() -> None:
     )
 
 
-def test_refusals() -> None:
+def test_rejections() -> None:
     run(emulated_ranks.refusals, 2)
 
 
-def test_refusals_of_prepared_operations() -> None:
+def test_rejections_of_persistent_operations() -> None:
     run(emulated_ranks.refused_when_prepared, 2)
 
 
@@ -78,9 +78,7 @@ def test_arrays_on_another_gpu() -> None:
     run(emulated_ranks.on_another_gpu, 2)
 
 
-def test_large_operations_of_several_communicators_are_ordered_whichever_threads_they_began_in() -> (
-    None
-):
+def test_large_operations_of_communicators_are_ordered_across_threads() -> None:
     env = {"MIRACCL_SMS": "6", "MIRACCL_EMULATOR_CACHE": str(folder())}
     assert (
         run_ranks(emulated_ranks.several_in_threads, 2, env=env, timeout=100.0)
@@ -88,7 +86,7 @@ def test_large_operations_of_several_communicators_are_ordered_whichever_threads
     )
 
 
-def test_what_runs_waits_for_what_ran_before_a_capture() -> None:
+def test_operations_wait_for_work_before_a_capture() -> None:
     run_ranks(
         emulated_ranks.after_a_capture,
         2,
@@ -97,11 +95,11 @@ def test_what_runs_waits_for_what_ran_before_a_capture() -> None:
     )
 
 
-def test_threads_that_have_no_context_yet_or_that_of_another_gpu() -> None:
+def test_threads_without_a_context_or_with_another_gpus() -> None:
     run(emulated_ranks.from_other_threads, 2)
 
 
-def test_ranks_that_are_threads_with_a_gpu_each() -> None:
+def test_ranks_as_threads_with_a_gpu_each() -> None:
     """By kernels and by copy engines."""
     run_ranks(
         emulated_ranks.as_threads,
@@ -126,7 +124,7 @@ def test_streams_that_end_with_their_objects() -> None:
     run(emulated_ranks.in_streams_that_end, 2)
 
 
-def test_arrays_of_cupy_beside_pytorch() -> None:
+def test_cupy_arrays_with_pytorch_loaded() -> None:
     run(emulated_ranks.beside_torch, 2)
 
 
@@ -140,7 +138,7 @@ def test_one_rank() -> None:
     run(emulated_ranks.alone_with_capsules, 1)
 
 
-def test_the_gpu_of_the_first_array_is_taken() -> None:
+def test_the_gpu_of_the_first_array_is_used() -> None:
     assert run(emulated_ranks.begins_on_the_second_gpu, 2) == [1, 1]
 
 
@@ -192,7 +190,7 @@ USUAL = {
         ),
     ],
 )
-def test_what_is_asked_for_in_words_of_nccl(
+def test_nccl_hints(
     settings: dict[str, str], options: dict[str, Any], changes: dict[str, str]
 ) -> None:
     assert run(emulated_ranks.plans, 3, settings, options)[0] == USUAL | changes
@@ -202,18 +200,18 @@ def test_what_is_asked_for_in_words_of_nccl(
     ("algo", "broadcast"),
     [("ring", "one_shot ll"), ("double_binary_tree", "double_binary_tree ll")],
 )
-def test_an_order_that_the_algorithm_does_not_keep_is_refused(algo: str, broadcast: str) -> None:
+def test_an_unsupported_rank_order_is_rejected(algo: str, broadcast: str) -> None:
     answer = run(emulated_ranks.plans, 3, {}, {"algo": algo, "deterministic": True}, 10)[0]
     assert f"all_reduce: cannot use {algo}: deterministic" in answer["all_reduce"]
     assert answer["broadcast"] == broadcast
 
 
-def test_arrays_with_nothing_but_dlpack() -> None:
+def test_arrays_with_dlpack_only() -> None:
     run(emulated_ranks.only_dlpack, 2)
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_a_mismatch_names_both_messages(later: bool) -> None:
+def test_a_mismatch_reports_both_messages(later: bool) -> None:
     first, second = run(emulated_faults.mismatch, 2, later)
     sent = "100 x int32 (400 bytes)" if later else "100000 x int32 (400000 bytes)"
     assert second.startswith("CollectiveMismatch")
@@ -238,15 +236,13 @@ CROSSED = ["all_reduce and recv", "broadcast and recv", "reduce and send"]
     "case",
     [*MESSAGES, *CROSSED, "barrier and all_reduce", "gather and send", "gather and recv", "order"],
 )
-def test_collectives_that_are_messages_are_told_apart(case: str) -> None:
+def test_message_collectives_do_not_mix(case: str) -> None:
     """An unmatched message does not match the next collective, and no rank waits for its deadline."""
     answers = run(emulated_faults.unlike_messages, 3, case)
     assert [answer["type"] for answer in answers] == ["CollectiveMismatch"] * 3, answers
 
 
-def test_ranks_that_wait_for_one_another_in_calls_that_kernels_do_not_compare_are_told_soon() -> (
-    None
-):
+def test_deadlocks_in_calls_that_kernels_do_not_compare_are_reported() -> None:
     texts = {
         "split": "rank 1 waits for rank 0 in split of",
         "broadcast": "rank 0 waits for rank 1 in broadcast #4 (10 x float32, root 1; ",
@@ -266,12 +262,12 @@ def test_ranks_that_wait_for_one_another_in_calls_that_kernels_do_not_compare_ar
             assert text in answer["text"]
 
 
-def test_a_work_that_has_ended_is_waited_for_no_longer() -> None:
+def test_completed_work_is_not_awaited() -> None:
     """Operations behind it do not form a cycle either."""
     assert run(emulated_faults.works_that_end, 2) == [[2.0] * 3] * 2
 
 
-def test_ranks_that_wait_for_one_another_in_copies_and_other_calls_are_told_soon() -> None:
+def test_deadlocks_in_copies_and_other_calls_are_reported() -> None:
     env = {"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())}
     for (answer,) in run_ranks(
         emulated_faults.in_different_calls, 2, ["copies"], env=env, timeout=100.0
@@ -285,7 +281,7 @@ def test_ranks_that_wait_for_one_another_in_copies_and_other_calls_are_told_soon
 
 @pytest.mark.parametrize("case", ["recv", "send"])
 @pytest.mark.parametrize("nranks", [2, 3])
-def test_ranks_that_wait_for_one_another_in_messages_are_told(nranks: int, case: str) -> None:
+def test_deadlocks_in_messages_are_reported(nranks: int, case: str) -> None:
     answers = run(emulated_faults.wait_for_one_another, nranks, case)
     assert [answer["type"] for answer in answers] == ["CollectiveMismatch"] * nranks, answers
     whom = {"recv": f"a message from rank {nranks - 1}", "send": "rank 1 to receive"}[case]
@@ -296,19 +292,19 @@ def test_ranks_that_wait_for_one_another_in_messages_are_told(nranks: int, case:
         assert f"rank 0 waits for {whom}" in answer["text"], answers
 
 
-def test_what_a_call_on_cpu_memory_has_told_is_not_told_again() -> None:
+def test_an_error_raised_by_a_cpu_call_is_not_raised_again() -> None:
     first, second = run(emulated_faults.told_on_the_cpu, 2)
     assert (first["type"], second["type"]) == ("CommunicatorAborted", "none")
 
 
 @pytest.mark.parametrize("case", ["gather", "nothing"])
-def test_what_a_rank_calls_when_the_others_finalize_is_told_to_all(case: str) -> None:
+def test_a_call_during_finalize_of_the_others_is_reported_to_all(case: str) -> None:
     answers = run(emulated_faults.comes_after_finalize, 3, case)
     assert [answer["type"] for answer in answers] == ["CollectiveMismatch"] * 3, answers
 
 
 @pytest.mark.parametrize("case", ["gather", "scatter", "nothing"])
-def test_finalize_tells_of_what_only_some_ranks_have_called(case: str) -> None:
+def test_finalize_reports_calls_of_some_ranks_only(case: str) -> None:
     answers = run(emulated_faults.one_more, 3, case)
     assert [answer["type"] for answer in answers] == [
         "none" if case == "nothing" else "CollectiveMismatch"
@@ -318,7 +314,7 @@ def test_finalize_tells_of_what_only_some_ranks_have_called(case: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["gather", "all_reduce"])
-def test_a_rank_that_comes_too_late_has_called_the_same(what: str) -> None:
+def test_a_late_rank_is_not_a_mismatch(what: str) -> None:
     """Operations begun after a rank's deadline do not mean that it is past those of the others."""
     for answer in run(emulated_faults.comes_late, 2, what):
         assert answer["type"] == "CollectiveTimeout", answer
@@ -330,7 +326,7 @@ CONTROL_PLANE = {"set-up": "the first operation on GPU memory", "window": "empty
 
 @pytest.mark.parametrize("what", ["all_reduce", "barrier", "recv", "send", "split"])
 @pytest.mark.parametrize("where", ["set-up", "window"])
-def test_the_control_plane_of_gpus_against_another_operation(where: str, what: str) -> None:
+def test_gpu_setup_against_another_operation(where: str, what: str) -> None:
     """GPU setup and windows use the control plane: a rank that calls something else gets the error."""
     for got in run(emulated_faults.set_up_against, 3, what, where):
         assert got["type"] == "CollectiveMismatch", got
@@ -339,7 +335,7 @@ def test_the_control_plane_of_gpus_against_another_operation(where: str, what: s
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "recv"])
-def test_a_rank_that_ends_is_known_to_have_left(what: str) -> None:
+def test_a_finalizing_rank_is_reported_as_exited(what: str) -> None:
     """It waits for the others before it frees GPU memory, but takes part in nothing."""
     got = run(emulated_faults.set_up_against, 3, what, "finalize")
     assert [answer["type"] for answer in got] == ["PeerDied", "none", "PeerDied"]
@@ -353,13 +349,13 @@ def test_an_abort_ends_the_first_operation_on_gpus() -> None:
 
 
 @pytest.mark.parametrize("how", ["timeout", "abort"])
-def test_waits_end(how: str) -> None:
+def test_waits_end_by_an_error(how: str) -> None:
     answer = run(emulated_faults.alone, 2, how)[1]
     assert answer.startswith("CollectiveTimeout" if how == "timeout" else "CommunicatorAborted")
     assert how == "abort" or "a message from rank 0" in answer
 
 
-def test_a_deadline_names_who_did_not_come_on_every_rank() -> None:
+def test_a_deadline_names_the_absent_rank_on_every_rank() -> None:
     answers = run(emulated_faults.never_comes, 3)
     what = "(1000 x float32, sum; one_shot, ll128)"
     for rank, answer in enumerate(answers):
@@ -380,7 +376,7 @@ def test_a_deadline_names_who_did_not_come_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "recv", "send"])
-def test_kernels_end_that_wait_for_a_rank_that_has_left(what: str) -> None:
+def test_kernels_that_wait_for_an_exited_rank_end(what: str) -> None:
     answers = run(emulated_faults.waits_for_one_that_leaves, 3, what)
     assert [answer["type"] for answer in answers] == ["PeerDied", "none", "PeerDied"]
     for answer in (answers[0], answers[2]):
@@ -394,27 +390,27 @@ def test_an_abort_ends_the_kernels_of_others() -> None:
     assert "rank 0 has had enough" in answer
 
 
-def test_an_exception_that_leaves_the_block_ends_kernels() -> None:
+def test_an_exception_in_the_block_ends_kernels() -> None:
     assert run(emulated_faults.left_by_an_exception, 2) == [True, True]
 
 
-def test_what_nobody_was_told_is_raised_at_the_end() -> None:
+def test_unreported_errors_are_raised_at_the_end() -> None:
     answers = run(emulated_faults.unheard_of, 2)
     assert answers[1].startswith("CollectiveTimeout")
     assert "a message from rank 0" in answers[1]
 
 
-def test_deterministic_sums_are_in_the_order_of_the_ranks() -> None:
+def test_deterministic_sums_use_the_order_of_the_ranks() -> None:
     assert run(emulated_ranks.ordered, 3)[0] == [0.0, 0.0]
 
 
-def test_streams_that_copy_are_let_go_of_when_a_peer_dies() -> None:
+def test_copy_streams_are_released_when_a_peer_dies() -> None:
     env = {"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())}
     outcomes = rank_outcomes(emulated_faults.death_between_copies, 2, env=env)
     assert outcomes[0].ok, outcomes[0]
 
 
-def test_streams_that_copy_are_let_go_of_when_a_deadline_has_passed() -> None:
+def test_copy_streams_are_released_after_the_deadline() -> None:
     """The barrier kernel ends then; streams, and so the host, would wait for data that never
     arrive.
     """
@@ -429,7 +425,7 @@ def test_streams_that_copy_are_let_go_of_when_a_deadline_has_passed() -> None:
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_copies_have_a_deadline_also_when_all_ranks_have_met(captured: bool) -> None:
+def test_copies_have_a_deadline_after_the_barrier(captured: bool) -> None:
     env = {"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())}
     first, second = run_ranks(emulated_faults.copies_stop, 2, captured, env=env)
     for answer in (first, second):
@@ -442,7 +438,7 @@ def test_copies_have_a_deadline_also_when_all_ranks_have_met(captured: bool) -> 
 
 
 @pytest.mark.parametrize("how", ["synchronize", "finalize"])
-def test_a_mismatch_in_the_last_operation_is_told(how: str) -> None:
+def test_a_mismatch_in_the_last_operation_is_reported(how: str) -> None:
     """It blocks no rank, and there is no next launch to report it."""
     for answer in run(emulated_faults.differs_at_the_end, 3, how):
         assert answer["type"] == "CollectiveMismatch", answer
@@ -452,7 +448,7 @@ def test_a_mismatch_in_the_last_operation_is_told(how: str) -> None:
         ]
 
 
-def test_kernels_end_that_wait_for_a_rank_whose_gpu_side_was_not_made() -> None:
+def test_kernels_that_wait_for_a_rank_without_a_gpu_side_end() -> None:
     answers = run(emulated_faults.fails_when_others_are_ready, 3)
     assert [answer["type"] for answer in answers] == ["PeerDied", "SystemFailure", "PeerDied"]
     for answer in (answers[0], answers[2]):

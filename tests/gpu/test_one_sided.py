@@ -30,21 +30,21 @@ def test_two_shot_on_windows(nranks: int) -> None:
     run(one_sided_ranks.two_shot_put, nranks)
 
 
-def test_schedules_of_a_user() -> None:
+def test_user_schedules() -> None:
     run(one_sided_ranks.user_schedules, 3)
     run(one_sided_ranks.puts_into_scratch, 3)
 
 
-def test_places_that_are_new_in_every_call() -> None:
+def test_window_positions_that_change_in_every_call() -> None:
     run(one_sided_ranks.many_places, 2)
 
 
-def test_another_place_is_a_mismatch() -> None:
+def test_another_window_position_is_a_mismatch() -> None:
     answers = run(one_sided_ranks.other_places, 2)
     assert all(answer.startswith("CollectiveMismatch") for answer in answers), answers
 
 
-def test_who_waits_for_a_signal_is_told_of_whom() -> None:
+def test_a_wait_for_a_signal_names_the_peer() -> None:
     answer = run(one_sided_ranks.late_signal, 2)[0]
     assert answer.startswith("CollectiveTimeout")
     assert "a signal from rank 1" in answer

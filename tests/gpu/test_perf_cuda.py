@@ -53,7 +53,7 @@ def test_patterns_graphs_and_clock() -> None:
     "op",
     ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "sendrecv"],
 )
-def test_every_operation_is_right(op: str) -> None:
+def test_every_operation_is_correct(op: str) -> None:
     for extra in ((), ("--graph", "--dtype", "bfloat16")):
         rows = rows_of(op, *WHERE, "--sizes", "8,1000,300K,5M", *extra)
         assert {row["graph"] for row in rows} == {bool(extra)}
@@ -61,7 +61,7 @@ def test_every_operation_is_right(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["broadcast", "reduce"])
-def test_an_algorithm_that_other_operations_lack(op: str) -> None:
+def test_an_algorithm_of_some_operations_only(op: str) -> None:
     rows = rows_of(op, *WHERE, "--sizes", "300K,5M", "--algo", "chain", "--proto", "simple")
     assert {(row["algo"], row["proto"]) for row in rows} == {("chain", "simple")}
 
@@ -72,7 +72,7 @@ def test_types_and_operators(dtype: str, redop: str) -> None:
     rows_of("all_reduce", *WHERE, "--sizes", "5000,2M", "--dtype", dtype, "--redop", redop)
 
 
-def test_algorithms_and_protocols_are_those_asked_for() -> None:
+def test_algorithms_and_protocols_are_those_requested() -> None:
     rows = rows_of("all_reduce", *WHERE, "--sizes", "100K", "--algo", "ring", "--proto", "simple")
     assert {(row["algo"], row["proto"]) for row in rows} == {("ring", "simple")}
 
@@ -84,7 +84,7 @@ def test_one_process_drives_several_gpus() -> None:
 
 @two_gpus
 @with_torch
-def test_nccl_is_measured_in_the_same_call() -> None:
+def test_nccl_is_measured_in_the_same_run() -> None:
     for extra in (("--graph",), ()):
         for op in ("all_reduce", "sendrecv"):
             rows = rows_of(op, *WHERE, "--sizes", "1K,1M", "--compare", "nccl", *extra)
@@ -95,20 +95,20 @@ def test_nccl_is_measured_in_the_same_call() -> None:
 
 @two_gpus
 @with_torch
-def test_nccl_beside_threads_has_processes_of_its_own() -> None:
+def test_nccl_runs_in_separate_processes_with_threads() -> None:
     assert all(
         row["nccl_us"] > 0
         for row in rows_of("all_gather", *WHERE, "--threads", "--sizes", "1K", "--compare", "nccl")
     )
 
 
-def test_gpus_that_are_not_there_are_named() -> None:
+def test_missing_gpus_are_reported() -> None:
     done = run("perf", "all_reduce", "--devices", "cuda:0,77")
     assert done.returncode == 2
     assert "there is no cuda:77" in done.stderr
 
 
-def test_the_doctor_lists_them() -> None:
+def test_doctor_lists_gpus() -> None:
     found = {f["name"]: f for f in json.loads(run("doctor", "--json", "-").stdout)}
     assert "NVIDIA" in found["cuda"]["found"]
     assert found["nvrtc"]["status"] == "ok"

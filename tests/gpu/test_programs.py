@@ -49,7 +49,7 @@ def test_programs_on_emulated_gpus(nranks: int, ranks_per_host: int) -> None:
 
 
 @pytest.mark.parametrize("nranks", [3, 4])
-def test_calls_name_streams_for_gpu_memory_alone_and_leave_the_background_alone(
+def test_only_gpu_calls_name_streams_and_background_memory_is_untouched(
     nranks: int,
 ) -> None:
     """Including all GPU memory in background use, or none: the first GPU operation then has no
@@ -83,7 +83,7 @@ def every_call(step: at.Step) -> list[at.Call | at.Messages]:
 
 
 @pytest.mark.parametrize("api", ["torch", "both"])
-def test_pytorch_is_refused_on_emulated_gpus(
+def test_pytorch_is_rejected_on_emulated_gpus(
     api: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["programs", "--device", "emulated", "--api", api, "--show"])
@@ -98,7 +98,7 @@ def test_pytorch_is_refused_on_emulated_gpus(
 @pytest.mark.parametrize(
     ("device", "apis"), [("emulated", ["own", "own"]), ("cpu", ["own", "torch"])]
 )
-def test_programs_of_emulated_gpus_are_miraccls_own(
+def test_programs_on_emulated_gpus_use_miraccl_calls(
     device: str,
     apis: list[str],
     monkeypatch: pytest.MonkeyPatch,

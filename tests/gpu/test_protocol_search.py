@@ -93,7 +93,7 @@ def test_kernels(name: str) -> None:
     agree(SMALL[name])
 
 
-def test_kernels_are_right_and_wrong() -> None:
+def test_correct_and_weakened_kernels() -> None:
     assert 10 < sum(not unordered(system) for system in SMALL.values()) < len(SMALL) - 10
 
 

@@ -87,7 +87,7 @@ def enough(ahead: int, rounds: int) -> int:
 
 @pytest.mark.parametrize("nranks", [2, 3, 4])
 @pytest.mark.parametrize("rounds", [1, 2])
-def test_shots_need_twice_the_pieces_ahead_and_two(nranks: int, rounds: int) -> None:
+def test_shots_need_twice_the_lookahead_and_two_slots(nranks: int, rounds: int) -> None:
     look = holds if nranks * rounds < 6 else always
     for ahead in (0, 1):
         nslots = enough(ahead, rounds)
@@ -129,7 +129,7 @@ def test_shots_of_any_number_of_ranks_and_slots(rounds: int) -> None:
 
 @pytest.mark.parametrize("nranks", RANKS)
 @pytest.mark.parametrize("counts", [(2,), (2, 2), (2, 1, 1, 2), (1, 2, 1, 3, 3), (5, 4, 1)])
-def test_parts_are_launches(counts: Sequence[int], nranks: int) -> None:
+def test_double_buffered_tiles_are_launches(counts: Sequence[int], nranks: int) -> None:
     """After any launch and before any other (``Thread.begin``)."""
     look = holds if nranks == 2 and sum(counts) < 5 else always
     assert look(parts(nranks, counts))
@@ -152,7 +152,7 @@ def test_a_ring_needs_one_slot_more_than_ranks(nranks: int) -> None:
     assert not look(ring(nranks, pieces=2 * least + 2, nslots=least - 1))
 
 
-def test_a_ring_of_three_with_a_slot_fewer() -> None:
+def test_a_ring_of_three_with_one_slot_fewer() -> None:
     """A search of nine tiles in four slots, 655,140 states, finds no error."""
     assert search(ring(3, pieces=4, nslots=min_slots("ring", 3) - 1), most=MOST).wrong
 
@@ -242,7 +242,7 @@ def test_all_reduce_along_trees_needs_two_slots_more_than_its_lag(nranks: int) -
 
 
 @pytest.mark.parametrize("nranks", [2, 3, 4])
-def test_two_banks_where_results_are_of_everybody(nranks: int) -> None:
+def test_two_halves_suffice_if_results_contain_all_ranks(nranks: int) -> None:
     tree = double_binary_tree.latency(Collective.ALL_REDUCE, nranks)
     for banks in (2, 1):
         look = holds if nranks < 4 else always
@@ -268,7 +268,7 @@ def test_two_banks_where_results_are_of_everybody(nranks: int) -> None:
 
 
 @pytest.mark.parametrize("nranks", [2, 3, 4])
-def test_two_banks_and_greetings_where_data_go_one_way(nranks: int) -> None:
+def test_two_halves_and_hellos_suffice_if_data_flow_one_way(nranks: int) -> None:
     for banks, greets in ((2, True), (1, True), (2, False)):
         right = banks == 2 and greets
         assert (
@@ -419,7 +419,7 @@ def test_a_ring_needs_two_slots_of_a_fifo() -> None:
                 assert not always(steps(schedule, Simple(nslots=layout.FIFO_SLOTS - 1)))
 
 
-def test_ranks_that_hear_nobody_run_ahead_of_the_banks() -> None:
+def test_ranks_without_op_records_overrun_the_halves() -> None:
     """``await_peer_ops``: heads inform a sender only about its next rank. The op log needs two
     entries.
     """
@@ -446,7 +446,7 @@ def test_credit_for_rows() -> None:
         assert not holds(lane(counts, ring=4, quarter=1, credit_first=True))
 
 
-def test_a_ring_of_rows_has_room_for_what_a_warp_sends_at_a_time_and_what_no_credit_tells() -> None:
+def test_a_row_fifo_holds_a_warps_rows_and_those_without_credit() -> None:
     """8 rows, and up to a quarter less one that were received without credit: 11 would suffice."""
     counts = [3, 8, 5, 1, 8, 8, 2, 7, 8, 8, 4, 8]
     assert always(lane(counts, ring=8 + 3, quarter=4))
@@ -488,7 +488,7 @@ def test_every_block_of_a_sender_has_a_chunk() -> None:
     assert least == 1024 > 2 * 256, "two blocks for each of more multiprocessors than a GPU has"
 
 
-def test_slots_that_a_message_does_not_use_again_are_not_told_to_be_free() -> None:
+def test_slots_that_are_not_reused_are_not_reported_free() -> None:
     """The word of a slot's last chunk would not be awaited.
 
     The next message's word for the slot comes from another multiprocessor and may land before it;

@@ -74,9 +74,7 @@ def test_neighbours_are_joined_by_nvlink_whatever_the_ranks(
 
 
 @pytest.mark.parametrize("name", ["nvidia-dgxh100", "v100-4gpu-mesh-1nic"])
-def test_equal_gpus_are_not_searched(
-    monkeypatch: pytest.MonkeyPatch, plans: Path, name: str
-) -> None:
+def test_equal_gpus_need_no_search(monkeypatch: pytest.MonkeyPatch, plans: Path, name: str) -> None:
     monkeypatch.setenv("NCCL_TOPO_FILE", str(MACHINES / f"{name}.xml"))
     ring = ring_of(bus_ids()[::-1])
     assert ring.kernel_order == ()
@@ -84,7 +82,7 @@ def test_equal_gpus_are_not_searched(
     assert not list(plans.iterdir())
 
 
-def test_a_graph_file_has_the_last_word(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_graph_file_takes_precedence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NCCL_TOPO_FILE", str(MACHINES / "hgx-a100-4gpu.xml"))
     ids = bus_ids()
     devices = [
@@ -106,7 +104,7 @@ def test_a_graph_file_has_the_last_word(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert (ring.order, "graph.xml" in ring.reason) == ((0, 2, 1, 3), True)
 
 
-def test_the_answer_is_kept(monkeypatch: pytest.MonkeyPatch, plans: Path) -> None:
+def test_the_order_is_cached(monkeypatch: pytest.MonkeyPatch, plans: Path) -> None:
     monkeypatch.setenv("NCCL_TOPO_FILE", str(MACHINES / "pcie4-2s-nonic.xml"))
     first = ring_of(bus_ids())
     (kept,) = plans.iterdir()
@@ -121,7 +119,7 @@ def test_the_answer_is_kept(monkeypatch: pytest.MonkeyPatch, plans: Path) -> Non
     )
 
 
-def test_where_nothing_is_found_the_order_is_that_of_the_ranks(
+def test_the_default_order_is_rank_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("NCCL_TOPO_FILE", str(MACHINES / "pcie4-2s-nonic.xml"))

@@ -45,7 +45,7 @@ def answers(kind: str, nranks: int) -> list[list[str]]:
 
 @pytest.mark.parametrize("nranks", RANKS)
 @pytest.mark.parametrize("kind", list(WAYS))
-def test_collectives_by_every_way(kind: str, nranks: int) -> None:
+def test_collectives_over_every_kind_of_connection(kind: str, nranks: int) -> None:
     rows = answers(kind, nranks)
     assert rows[0] == [""] * nranks, "the communicator uses another way"
     assert rows[-1] == [""] * nranks, "window memory"
@@ -58,7 +58,7 @@ def test_threads_of_one_process() -> None:
 
 
 @pytest.mark.skipif(GPUS < 3, reason="needs three GPUs")
-def test_nccls_level_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nccl_p2p_level_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_P2P_LEVEL", "LOC")
     case = {"collective": "all_reduce", "dtype": "float32", "count": 1000}
     assert run_cases([{"kinds": ["host"]}, case], 3, module=WORKER) == [[""] * 3] * 2
@@ -118,7 +118,7 @@ def test_collectives_over_hosts(hosts: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["timeout", "abort", "death"])
-def test_a_stream_that_waits_for_another_host_is_let_go(
+def test_a_stream_that_waits_for_another_host_is_released(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TEST_TIMEOUT", "2" if how == "timeout" else "60")

@@ -218,7 +218,7 @@ def test_operators(op: RedOp, dtype: DType) -> None:
 
 
 @needs_compiler
-def test_which_elements_a_tree_adds_does_not_depend_on_the_launch() -> None:
+def test_the_elements_of_a_tree_do_not_depend_on_the_launch() -> None:
     request = along(Collective.ALL_REDUCE, DType.BFLOAT16, 20_003, 4)
     for blocks in (1, 3, 40):
         assert check_sums(machine(4), request, replace(small(request), blocks=blocks)) == [""] * 4
@@ -229,7 +229,7 @@ def test_which_elements_a_tree_adds_does_not_depend_on_the_launch() -> None:
 @pytest.mark.parametrize(
     ("dtype", "proto"), [(DType.FLOAT32, "ll128"), (DType.INT32, "ll128"), (DType.UINT8, "ll")]
 )
-def test_from_and_to_every_root(
+def test_every_root(
     monkeypatch: pytest.MonkeyPatch, collective: Collective, dtype: DType, proto: str
 ) -> None:
     """Integers, exact in any order; two rank orders, with reused slots."""
@@ -271,7 +271,7 @@ def test_one_way_among_any_number(collective: Collective, nranks: int) -> None:
 @pytest.mark.parametrize("nranks", [2, 3, 8])
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.INT32])
 @pytest.mark.parametrize("collective", ALONG_TREES)
-def test_slots_are_used_again(
+def test_slots_are_reused(
     monkeypatch: pytest.MonkeyPatch, collective: Collective, dtype: DType, nranks: int
 ) -> None:
     """The minimum number of slots, and the maximum lag for them."""
@@ -310,7 +310,7 @@ class OnlyNeighbours(Machine):
 
 
 @needs_compiler
-def test_only_neighbours_in_the_trees_talk() -> None:
+def test_only_tree_neighbours_communicate() -> None:
     request = along(Collective.ALL_REDUCE, DType.INT32, 3001, 8)
     order = ORDERS[8][1]
     eight = OnlyNeighbours(8)
@@ -321,7 +321,7 @@ def test_only_neighbours_in_the_trees_talk() -> None:
 @needs_compiler
 @pytest.mark.parametrize("nranks", [3, 4])
 @pytest.mark.parametrize("collective", ALONG_TREES)
-def test_words_that_the_mask_makes_ones(collective: Collective, nranks: int) -> None:
+def test_words_that_are_masked_to_ones(collective: Collective, nranks: int) -> None:
     """The maximum of equal words is sent unchanged, so words that must be escaped pass every edge."""
     fresh = Machine(nranks)
     request = replace(
@@ -363,7 +363,7 @@ def test_ranks_that_run_ahead(collective: Collective | None) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("collective", ALONG_TREES)
-def test_a_rank_that_does_not_come_ends_the_wait(collective: Collective) -> None:
+def test_the_wait_for_an_absent_rank_ends(collective: Collective) -> None:
     """Including that of a broadcast's root, which needs no data."""
     lonely = Machine(2, timeout_s=0.2)
     launch_each(lonely, [along(collective, DType.FLOAT32, 100, 2), None])
@@ -372,7 +372,7 @@ def test_a_rank_that_does_not_come_ends_the_wait(collective: Collective) -> None
 
 
 @needs_compiler
-def test_ranks_that_call_different_sizes_are_told() -> None:
+def test_different_sizes_are_a_mismatch() -> None:
     three = Machine(3, timeout_s=60)
     launch_each(
         three,

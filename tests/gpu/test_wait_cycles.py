@@ -72,7 +72,7 @@ CIRCLES: dict[str, tuple[int, list[Send], dict[int, list[int]]]] = {
     ids=["line", "pair", "bulk"],
 )
 @pytest.mark.parametrize("case", CIRCLES)
-def test_ranks_that_wait_for_one_another_are_told(
+def test_cycles_are_reported(
     monkeypatch: pytest.MonkeyPatch, case: str, pool: bool, frame: Framing
 ) -> None:
     """Long before the deadline, also after valid messages."""
@@ -90,7 +90,7 @@ def test_ranks_that_wait_for_one_another_are_told(
     assert {rank: circle_of(where, rank) for rank in circles} == circles
 
 
-def test_who_waits_for_ranks_in_a_circle_is_not_in_it() -> None:
+def test_a_rank_that_waits_for_a_cycle_is_not_in_it() -> None:
     """Its host is notified by theirs."""
     where = Machine(3, timeout_s=1.5)
     run(where, rules(3), [Send(1, 0, 9, half=0), Send(0, 1, 9, half=1), Send(1, 2, 9, half=2)])
@@ -105,13 +105,13 @@ MAY_GO_ON = {
 
 
 @pytest.mark.parametrize("case", MAY_GO_ON)
-def test_who_waits_for_ranks_that_may_go_on_waits_until_the_deadline(case: str) -> None:
+def test_waits_for_ranks_that_may_proceed_last_until_the_deadline(case: str) -> None:
     where = Machine(3, timeout_s=0.5)
     run(where, rules(3), MAY_GO_ON[case])
     assert set(where.errors()) == {0, layout.ERROR_TIMEOUT}
 
 
-def test_what_was_said_of_a_wait_that_has_ended_closes_no_circle() -> None:
+def test_stale_wait_words_form_no_cycle() -> None:
     where = Machine(2, timeout_s=0.5)
     run(where, rules(2), [Send(1, 0, 40)], only=[0])
     assert where.errors() == [layout.ERROR_TIMEOUT, 0]
@@ -128,7 +128,7 @@ def test_what_was_said_of_a_wait_that_has_ended_closes_no_circle() -> None:
 
 
 @pytest.mark.parametrize("signature", [0, 77], ids=["plain", "collective"])
-def test_nothing_is_sent_behind_a_wait_that_has_failed(signature: int) -> None:
+def test_nothing_is_sent_behind_a_failed_wait(signature: int) -> None:
     """It may depend on the missing message: neither header row nor row count advances."""
     where = Machine(2, timeout_s=0.5)
     run(where, rules(2), [Send(1, 0, 40)], only=[0], signatures=[signature] * 2)
@@ -207,7 +207,7 @@ def what_ends_wrongly(seed: int, pool: bool, timeout_s: float = 30.0) -> str:
 @pytest.mark.parametrize("weak", [False, True])
 @pytest.mark.parametrize("flaw", [("", "")], indirect=True, ids=["none"])
 @pytest.mark.usefixtures("flaw")
-def test_programs_that_end_are_in_no_circle(
+def test_programs_that_end_have_no_cycle(
     monkeypatch: pytest.MonkeyPatch, weak: bool, pool: bool
 ) -> None:
     if pool:
@@ -223,6 +223,6 @@ COUNTS = ("load_word(count) < (reported & WAIT_COUNT)", "true")
 
 @pytest.mark.parametrize("flaw", [HELPS, COUNTS], indirect=True, ids=["who helps", "counts"])
 @pytest.mark.usefixtures("flaw")
-def test_a_rank_that_may_go_on_is_not_held() -> None:
+def test_a_rank_that_may_proceed_is_not_held() -> None:
     """Without a part of the rule, cycles are reported that do not exist."""
     assert any(what_ends_wrongly(seed, False, 2.0) for seed in range(1, 200))

@@ -106,7 +106,9 @@ def test_packets(collective: Collective, algo: str, nranks: int) -> None:
     indirect=["flaw"],
 )
 @pytest.mark.usefixtures("small_bank", "flaw")
-def test_places_that_were_not_seen_cleared_are_found(collective: Collective, algo: str) -> None:
+def test_slots_reused_before_they_were_seen_cleared_are_detected(
+    collective: Collective, algo: str
+) -> None:
     assert next(wrong_packets(collective, algo, 2, MANY, timeout_s=1.0))
 
 
@@ -137,7 +139,7 @@ def wrong_parts(
 
 
 @pytest.mark.parametrize("nranks", [2, 3])
-def test_parts(nranks: int) -> None:
+def test_double_buffered(nranks: int) -> None:
     assert not list(wrong_parts(nranks))
 
 
@@ -153,7 +155,7 @@ def test_parts(nranks: int) -> None:
     ids=["settle"],
 )
 @pytest.mark.usefixtures("flaw")
-def test_parts_that_were_not_seen_cleared_are_found() -> None:
+def test_tiles_not_seen_cleared_are_detected() -> None:
     assert next(wrong_parts(2, 0, MANY, timeout_s=1.0))
 
 
@@ -182,7 +184,7 @@ def test_steps(algo: str) -> None:
     indirect=True,
 )
 @pytest.mark.usefixtures("bank_for_steps", "flaw")
-def test_a_message_that_is_announced_without_a_fence_is_found() -> None:
+def test_a_message_without_a_fence_is_detected() -> None:
     assert next(wrong_steps("ring", MANY, timeout_s=1.0))
 
 
@@ -221,5 +223,5 @@ def test_messages(large: bool) -> None:
     indirect=True,
 )
 @pytest.mark.usefixtures("small_pool", "flaw")
-def test_a_chunk_that_is_announced_without_a_fence_is_found() -> None:
+def test_a_chunk_without_a_fence_is_detected() -> None:
     assert next(wrong_messages(True, MANY, timeout_s=1.0))
