@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
+import ipaddress
 import os
 import socket
+import struct
 
 from miraccl import clock
 
@@ -20,8 +24,8 @@ def finish_connect(sock: socket.socket) -> None:
     problem = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if problem:
         raise OSError(problem, os.strerror(problem))
-    # TCP simultaneous open: without a listener the kernel may pick the target port as the local one,
-    # and the socket connects to itself.
+    # TCP simultaneous open: without a listener the kernel may pick the target port as the local
+    # one, and the socket connects to itself.
     if sock.getsockname() == sock.getpeername():
         raise OSError(errno.ECONNREFUSED, "connected to itself")
 
@@ -37,3 +41,30 @@ def is_transient(error: OSError) -> bool:
         clock.sleep(NO_MEMORY_PAUSE_S)
         return True
     return isinstance(error, BlockingIOError | InterruptedError)
+
+
+SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B  # linux/sockios.h
+
+
+def local_networks() -> list[ipaddress.IPv4Network | ipaddress.IPv6Network]:
+    """Return the networks to which interfaces of this host are attached (Linux); first addresses
+    only.
+    """
+    found: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+    ):
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", os.fsencode(name)[:15])
+            with contextlib.suppress(OSError, ValueError):
+                address = fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24]
+                mask = fcntl.ioctl(probe, SIOCGIFNETMASK, request)[20:24]
+                text = f"{socket.inet_ntoa(address)}/{socket.inet_ntoa(mask)}"
+                found.append(ipaddress.IPv4Network(text, strict=False))
+    with contextlib.suppress(OSError, ValueError), open("/proc/net/if_inet6") as file:
+        for line in file:
+            digits, _, prefix, *_ = line.split()
+            pair = int(digits, 16), int(prefix, 16)
+            found.append(ipaddress.IPv6Network(pair, strict=False))
+    return found

@@ -13,6 +13,7 @@ from miraccl.bootstrap.interfaces import (
     choose_addresses,
     is_loopback,
     list_interfaces,
+    rail_addresses,
     rank_interfaces,
     source_address,
 )
@@ -104,7 +105,8 @@ def test_the_environment_chooses(monkeypatch, variable):
     assert choose_addresses(interfaces=ALL) == (("192.168.7.5",), False)
     monkeypatch.setenv(variable, "wlan")
     with pytest.raises(
-        InvalidUsage, match=rf"cannot use {variable}='wlan': no interface .* available: lo, docker0, virbr0"
+        InvalidUsage,
+        match=rf"cannot use {variable}='wlan': no interface .* available: lo, docker0, virbr0",
     ):
         choose_addresses(interfaces=ALL)
 
@@ -156,3 +158,29 @@ def test_the_route_to_loopback_is_loopback():
 )
 def test_loopback_addresses(address, loopback):
     assert is_loopback(address) is loopback
+
+
+@pytest.mark.parametrize(
+    ("names", "rails"),
+    [
+        ("", ("10.0.1.5", "10.0.2.5")),
+        ("eth0,eth2", ("10.0.2.5",)),
+        ("eth0,docker0", ("172.17.0.1",)),
+    ],
+)
+def test_further_interfaces_carry_data(
+    names: str, rails: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One address per interface, of the first one's family; virtual ones only if they are named."""
+    monkeypatch.setenv("MIRACCL_SOCKET_IFNAME", names)
+    host = [
+        Interface(name="lo", addresses=("127.0.0.1",), loopback=True),
+        Interface(name="eth0", addresses=("10.0.0.5", "fd00::5")),
+        Interface(name="eth1", addresses=("10.0.1.5", "10.0.1.6")),
+        Interface(name="eth2", addresses=("10.0.2.5",)),
+        Interface(name="eth3", addresses=("fd00::7",)),
+        Interface(name="docker0", addresses=("172.17.0.1",)),
+        Interface(name="eth4", addresses=("10.0.4.5",), up=False),
+    ]
+    assert rail_addresses(("10.0.0.5", "fd00::5"), host) == rails
+    assert rail_addresses(("127.0.0.1",), host) == ()

@@ -5,6 +5,7 @@ processes that die.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 import time
 import types
@@ -618,3 +619,20 @@ def test_idle_proxy_makes_no_round(pair):
 
     pair.wait(quiet, "a proxy never sleeps")
     assert all(proxy.rounds for proxy in proxies)
+
+
+def test_streams_are_spread_over_attached_networks(monkeypatch):
+    """An address of a network that this host is not attached to is used only if it is named."""
+    networks = [ipaddress.ip_network("10.0.0.0/24"), ipaddress.ip_network("10.0.2.0/24")]
+    monkeypatch.setattr(connect_round, "local_networks", lambda: networks)
+    monkeypatch.delenv("MIRACCL_SOCKET_IFNAME", raising=False)
+    addresses = ["10.0.0.7", "fd00::7", "10.0.1.7", "10.0.2.7"]
+    assert connect_round.rails_of(addresses) == [0, 3]
+    monkeypatch.setenv("MIRACCL_SOCKET_IFNAME", "eth")
+    assert connect_round.rails_of(addresses) == [0, 2, 3]
+    assert connect_round.rails_of(["192.168.7.7"]) == [0]
+
+
+def test_streams_count_per_rail_unless_they_are_set():
+    assert SocketOptions.from_environment({}, nrails=4).nstreams == 8
+    assert SocketOptions.from_environment({"NCCL_NSOCKS_PERTHREAD": "3"}, nrails=4).nstreams == 3

@@ -240,3 +240,30 @@ def choose_addresses(
     family = 6 if route and ":" in route else 4
     addresses = sorted(best.addresses, key=lambda a: (a != route, (":" in a) != (family == 6)))
     return tuple(addresses), not names
+
+
+def rail_addresses(
+    chosen: Sequence[str], interfaces: Sequence[Interface] | None = None
+) -> tuple[str, ...]:
+    """Return one address of every further interface that may carry data, of the family of the
+    first.
+
+    With SOCKET_IFNAME set these are the other interfaces that it names; without, all that are
+    neither loopback nor virtual. Peers use an address of these only where they share its network
+    (``transport.connect_round``).
+
+    Args:
+        chosen: The addresses of ``choose_addresses``, best first.
+    """
+    if not chosen or is_loopback(chosen[0]):
+        return ()
+    names, _ = params.SOCKET_IFNAME.resolve()
+    interfaces = list_interfaces() if interfaces is None else interfaces
+    rails = []
+    for interface in rank_interfaces(interfaces, names):
+        if interface.loopback or (interface.virtual and not names):
+            continue
+        if set(interface.addresses) & set(chosen):
+            continue
+        rails += [a for a in interface.addresses if (":" in a) == (":" in chosen[0])][:1]
+    return tuple(rails)

@@ -12,7 +12,7 @@ from miraccl import clock, params
 from miraccl.bootstrap.dial import ControlPlaneUnreachable, Dialer
 from miraccl.bootstrap.host import host_fingerprint, network_fingerprint, process_token
 from miraccl.bootstrap.hub import HubServer
-from miraccl.bootstrap.interfaces import choose_addresses, is_loopback
+from miraccl.bootstrap.interfaces import choose_addresses, is_loopback, rail_addresses
 from miraccl.bootstrap.link import HubDisconnected, JobAlreadyFormed, Link, Membership, RankTaken
 from miraccl.bootstrap.session import Session, single_rank_session
 from miraccl.bootstrap.unique_id import UniqueId
@@ -274,7 +274,7 @@ def _join(sock: socket.socket, remote: str | None, deadline: Deadline) -> Join:
         network=network_fingerprint(),
         token=process_token(),
         pid=os.getpid(),
-        addresses=addresses,
+        addresses=(*addresses, *rail_addresses(addresses)),
         loopback=loopback,
         timeout_total=deadline.seconds,
         timeout_left=max(0.001, deadline.left),

@@ -11,6 +11,7 @@ since before it told them.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import selectors
 import socket
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from miraccl import clock, trace
+from miraccl import clock, params, trace
 from miraccl.deadline import Deadline
 from miraccl.errors import (
     AuthenticationError,
@@ -28,7 +29,7 @@ from miraccl.errors import (
     SystemFailure,
     as_system_failure,
 )
-from miraccl.sockets import finish_connect, is_transient
+from miraccl.sockets import finish_connect, is_transient, local_networks
 from miraccl.wire.stream import (
     NONCE_BYTES,
     AcceptorHandshake,
@@ -78,6 +79,23 @@ class PeerStreams:
 
     addresses: tuple[tuple[str, int], ...]
     nstreams: int
+
+
+def rails_of(addresses: Sequence[str]) -> list[int]:
+    """Return the indices of a peer's addresses over which streams are spread, the best one first.
+
+    Further addresses of the best one's family count if this host is attached to their network, or
+    if SOCKET_IFNAME names the interfaces to use: the user then vouches for their routes.
+    """
+    named = bool(params.SOCKET_IFNAME.read())
+    networks = local_networks() if len(addresses) > 1 and not named else []
+    rails = [0]
+    for i, address in enumerate(addresses[1:], 1):
+        if family_of(address) != family_of(addresses[0]):
+            continue
+        if named or any(ipaddress.ip_address(address) in network for network in networks):
+            rails.append(i)
+    return rails
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,9 +178,11 @@ class ConnectRound:
     def run(self) -> dict[int, list[ProvenStream]]:
         """Proven streams per peer, in order of their numbers."""
         for peer in self._peers:
+            rails = rails_of([address for address, _ in self._peers[peer].addresses])
             for stream in range(self._nstreams(peer)):
                 if peer > self._rank:
-                    self._attempts.append(_DialAttempt(peer=peer, stream=stream))
+                    first = rails[stream % len(rails)]
+                    self._attempts.append(_DialAttempt(peer=peer, stream=stream, turn=first))
                 else:
                     parked = self._parked.pop((peer, stream), None)
                     if parked:

@@ -93,9 +93,17 @@ class SocketOptions:
             raise ValueError(f"1 to {MAX_STREAMS} streams are allowed, got {self.nstreams}")
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> SocketOptions:
-        """NCCL's rule: SOCKET_NTHREADS x NSOCKS_PERTHREAD streams, at most 64.  One proxy thread serves them all."""
-        nstreams = params.SOCKET_NTHREADS.read(environ) * params.NSOCKS_PERTHREAD.read(environ)
+    def from_environment(
+        cls, environ: Mapping[str, str] | None = None, *, nrails: int = 1
+    ) -> SocketOptions:
+        """Read the settings: SOCKET_NTHREADS x NSOCKS_PERTHREAD streams per rail, at most 64.
+
+        NCCL's rule with one rail.  With one of the settings given, ``nrails`` does not count.
+        """
+        settings = params.SOCKET_NTHREADS, params.NSOCKS_PERTHREAD
+        nstreams = settings[0].read(environ) * settings[1].read(environ)
+        if all(setting.resolve(environ)[1] == "default" for setting in settings):
+            nstreams *= nrails
         return cls(
             nstreams=min(max(nstreams, 1), MAX_STREAMS),
             buffer_bytes=params.SOCKET_BUFFER.read(environ),
@@ -129,7 +137,7 @@ class SocketTransport(Transport):
         self._proxy = proxy
         self._key = derive_key(secret, job)
         self._slot_bytes = check_slot_bytes(slot_bytes)
-        self._options = options or SocketOptions.from_environment()
+        self._options = options or SocketOptions.from_environment(nrails=len(self._rails()))
         self._timeout = timeout
         self._linger = linger
         self._listeners: list[socket.socket] = []
@@ -137,6 +145,11 @@ class SocketTransport(Transport):
         self._parked: dict[tuple[int, int], ProvenStream] = {}
         self._connected: dict[int, FifoPair] = {}
         self._closed = False
+
+    def _rails(self) -> list[str]:
+        """Addresses of this rank that carry data: those of the family of the best one."""
+        addresses = self._endpoint.addresses
+        return [a for a in addresses if family_of(a) == family_of(addresses[0])]
 
     @staticmethod
     def can_connect(a: Endpoint, b: Endpoint) -> bool:
