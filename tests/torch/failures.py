@@ -228,7 +228,7 @@ def interrupted(path: str) -> str:
 
     with world(path) as (rank, nranks):
         group: Any = dist.group.WORLD
-        context = group._matcher.comm._member.context
+        context = group._matcher.comm._core.context
 
         def ring(number: int, frame: Any) -> None:
             if context.interrupted:
