@@ -58,7 +58,7 @@ class _Narrow(WarpQueueRules):
         object.__setattr__(self, "width", width)
 
     @property
-    def lanes(self) -> int:
+    def max_warp_queues(self) -> int:
         return int(self.width)  # type: ignore[attr-defined]
 
 

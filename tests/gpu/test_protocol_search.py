@@ -19,7 +19,7 @@ from .protocols.chunks import Rules as Bulk
 from .protocols.order import unordered
 from .protocols.program import Cell, Kind, System, Thread
 from .protocols.ring import ring
-from .protocols.rows import lane
+from .protocols.rows import warp_queue
 from .protocols.search import search
 from .protocols.shots import rooted, shots
 from .protocols.steps import Rules as Simple
@@ -45,30 +45,42 @@ def small_systems() -> Iterator[tuple[str, System]]:
         for rounds in (1, 2):
             yield (
                 f"shots {nslots} {rounds}",
-                shots(2, pieces=6 - rounds, nslots=nslots, ahead=int(nslots == 3), rounds=rounds),
+                shots(
+                    2, tiles=6 - rounds, nslots=nslots, lookahead=int(nslots == 3), rounds=rounds
+                ),
             )
-        yield f"ring {nslots}", ring(2, pieces=5, nslots=nslots)
+        yield f"ring {nslots}", ring(2, tiles=5, nslots=nslots)
     for weaker in (
         {},
-        {"settles": False},
+        {"awaits_cleared": False},
         {"early": 1},
         {"all_acks": True},
-        {"greets": False},
-        {"banks": 1},
+        {"hellos": False},
+        {"halves": 1},
     ):
-        yield f"chain {weaker}", chain(2, pieces=3, nslots=1, launches=2, **weaker)
-    for settles in (True, False):
-        yield f"shots, settles {settles}", shots(2, pieces=5, nslots=4, ahead=1, settles=settles)
+        yield f"chain {weaker}", chain(2, tiles=3, nslots=1, launches=2, **weaker)
+    for awaits_cleared in (True, False):
         yield (
-            f"tree, settles {settles}",
-            trees(Collective.ALL_REDUCE, 2, pieces=5, nslots=2, which=(0,), settles=settles),
+            f"shots, settles {awaits_cleared}",
+            shots(2, tiles=5, nslots=4, lookahead=1, awaits_cleared=awaits_cleared),
         )
-    for banks in (1, 2):
         yield (
-            f"three ranks, banks {banks}",
-            shots(3, pieces=1, nslots=1, ahead=0, launches=3, banks=banks),
+            f"tree, settles {awaits_cleared}",
+            trees(
+                Collective.ALL_REDUCE,
+                2,
+                tiles=5,
+                nslots=2,
+                which=(0,),
+                awaits_cleared=awaits_cleared,
+            ),
         )
-        yield f"two threads, banks {banks}", rooted(2, falls=True, launches=3, banks=banks)
+    for halves in (1, 2):
+        yield (
+            f"three ranks, halves {halves}",
+            shots(3, tiles=1, nslots=1, lookahead=0, launches=3, halves=halves),
+        )
+        yield f"two threads, halves {halves}", rooted(2, broadcasts=True, launches=3, halves=halves)
     for nslots in (1, 2):
         for more in (
             {},
@@ -80,7 +92,7 @@ def small_systems() -> Iterator[tuple[str, System]]:
         ):
             yield f"steps {nslots} {more}", steps(line(2, 3), Simple(nslots=nslots, **more))
     for more in ({}, {"early": 1}, {"credit_first": True}):
-        yield f"lane {more}", lane([1, 2, 1, 2, 2], ring=4, quarter=1, **more)
+        yield f"lane {more}", warp_queue([1, 2, 1, 2, 2], fifo=4, quarter=1, **more)
     for more in ({}, {"fences": False}, {"waits_freed": False}):
         yield f"chunks {more}", chunks([[Queue(1, (3,), 0, 2)]], Bulk(**more), blocks=1, taking=1)
 
@@ -110,16 +122,16 @@ def random_system(rng: random.Random) -> System:
             (
                 threads[src],
                 threads[dst],
-                [Cell(f"cell {number} of bank {bank}", dst, kind, bank) for bank in range(2)],
+                [Cell(f"cell {number} of half {parity}", dst, kind, parity) for parity in range(2)],
             )
         )
-    banks = rng.choice([1, 2, 2])
+    halves = rng.choice([1, 2, 2])
     for launch in range(launches):
         for thread in threads:
-            thread.begin(launch, launch % banks)
+            thread.begin(launch, launch % halves)
         random_launch(
             rng,
-            [(source, target, cells[launch % banks]) for source, target, cells in ways],
+            [(source, target, cells[launch % halves]) for source, target, cells in ways],
             8 // launches,
         )
         for thread in threads:
@@ -131,15 +143,15 @@ def random_launch(rng: random.Random, ways: list[tuple[Thread, Thread, Cell]], m
     sent: Counter[Cell] = Counter()
     taken: Counter[Cell] = Counter()
 
-    def take(target: Thread, cell: Cell) -> None:
-        reads = {Kind.PACKET: target.take, Kind.COUNTER: target.reach, Kind.BUFFER: target.read}
+    def recv(target: Thread, cell: Cell) -> None:
+        reads = {Kind.PACKET: target.recv, Kind.COUNTER: target.reach, Kind.BUFFER: target.read}
         reads.get(cell.kind, target.wait_for)(cell, taken[cell])
         taken[cell] += 1
 
     for _ in range(rng.randint(2, most)):
         source, target, cell = rng.choice(ways)
         if sent[cell] > taken[cell] and rng.random() < 0.75:
-            take(target, cell)
+            recv(target, cell)
             if cell.kind is Kind.PACKET and rng.random() < 0.6:
                 target.seen_empty(cell)
         else:
@@ -149,7 +161,7 @@ def random_launch(rng: random.Random, ways: list[tuple[Thread, Thread, Cell]], m
                 source.fence()
     for _, target, cell in ways:
         while taken[cell] < sent[cell] and (cell.kind is Kind.PACKET or rng.random() < 0.8):
-            take(target, cell)
+            recv(target, cell)
         if cell.kind is not Kind.PACKET and sent[cell]:
             target.clear(cell, sent[cell] - 1)
 

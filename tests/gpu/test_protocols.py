@@ -25,7 +25,7 @@ from .protocols.chunks import Rules as Bulk
 from .protocols.order import unkept, unordered
 from .protocols.program import System
 from .protocols.ring import ring
-from .protocols.rows import lane
+from .protocols.rows import warp_queue
 from .protocols.search import search
 from .protocols.shots import parts, rooted, shots
 from .protocols.staged import Rules as Copies
@@ -50,7 +50,7 @@ SCHEDULES = [
 ]
 
 
-def ahead_of(algo: str, nranks: int, nslots: int) -> int:
+def lookahead_of(algo: str, nranks: int, nslots: int) -> int:
     """Return the lookahead of an operation of several tiles."""
     request = Request(
         collective=Collective.ALL_REDUCE, dtype=DType.FLOAT32, op=RedOp.SUM, count=1, nranks=nranks
@@ -80,29 +80,33 @@ def always(system: System) -> bool:
 # ---- packets
 
 
-def enough(ahead: int, rounds: int) -> int:
+def enough(lookahead: int, rounds: int) -> int:
     """Return the slots that shots need."""
-    return 2 * ahead + 2 if rounds == 1 else min(2 * ahead + 2, ahead + 3)
+    return 2 * lookahead + 2 if rounds == 1 else min(2 * lookahead + 2, lookahead + 3)
 
 
 @pytest.mark.parametrize("nranks", [2, 3, 4])
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_shots_need_twice_the_lookahead_and_two_slots(nranks: int, rounds: int) -> None:
     look = holds if nranks * rounds < 6 else always
-    for ahead in (0, 1):
-        nslots = enough(ahead, rounds)
-        assert look(shots(nranks, pieces=2 * nslots + 1, nslots=nslots, ahead=ahead, rounds=rounds))
+    for lookahead in (0, 1):
+        nslots = enough(lookahead, rounds)
+        assert look(
+            shots(nranks, tiles=2 * nslots + 1, nslots=nslots, lookahead=lookahead, rounds=rounds)
+        )
         assert not look(
-            shots(nranks, pieces=2 * nslots + 1, nslots=nslots - 1, ahead=ahead, rounds=rounds)
+            shots(
+                nranks, tiles=2 * nslots + 1, nslots=nslots - 1, lookahead=lookahead, rounds=rounds
+            )
         )
         assert not look(
             shots(
                 nranks,
-                pieces=2 * nslots + 1,
+                tiles=2 * nslots + 1,
                 nslots=nslots,
-                ahead=ahead,
+                lookahead=lookahead,
                 rounds=rounds,
-                settles=False,
+                awaits_cleared=False,
             )
         )
 
@@ -114,16 +118,26 @@ def test_shots_of_any_number_of_ranks_and_slots(rounds: int) -> None:
     """
     for nranks in (2, 3, 8):
         for nslots in range(2, 10):
-            usual = ahead_of("one_shot", nranks, nslots)
-            most = max(ahead for ahead in range(nslots) if enough(ahead, rounds) <= nslots)
+            usual = lookahead_of("one_shot", nranks, nslots)
+            most = max(
+                lookahead for lookahead in range(nslots) if enough(lookahead, rounds) <= nslots
+            )
             assert usual <= most
             assert usual == most or rounds == 2
-            for ahead in {usual, most}:
+            for lookahead in {usual, most}:
                 assert always(
-                    shots(nranks, pieces=2 * nslots + 1, nslots=nslots, ahead=ahead, rounds=rounds)
+                    shots(
+                        nranks,
+                        tiles=2 * nslots + 1,
+                        nslots=nslots,
+                        lookahead=lookahead,
+                        rounds=rounds,
+                    )
                 )
             assert not always(
-                shots(nranks, pieces=2 * nslots + 1, nslots=nslots, ahead=most + 1, rounds=rounds)
+                shots(
+                    nranks, tiles=2 * nslots + 1, nslots=nslots, lookahead=most + 1, rounds=rounds
+                )
             )
 
 
@@ -135,10 +149,10 @@ def test_double_buffered_tiles_are_launches(counts: Sequence[int], nranks: int) 
     assert look(parts(nranks, counts))
     assert always(parts(nranks, counts, threads=2))
     assert len(counts) > 1 or not unkept(parts(nranks, counts))
-    assert look(parts(nranks, counts, settles=False)) == (counts == (2,)), (
+    assert look(parts(nranks, counts, awaits_cleared=False)) == (counts == (2,)), (
         "nobody uses these places again"
     )
-    assert always(parts(nranks, counts, hears=False)) == (max(counts) == 2)
+    assert always(parts(nranks, counts, awaits_peers=False)) == (max(counts) == 2)
     assert always(parts(nranks, counts, uneven=True, threads=2)) == (counts == (2,))
 
 
@@ -147,23 +161,23 @@ def test_a_ring_needs_one_slot_more_than_ranks(nranks: int) -> None:
     least = min_slots("ring", nranks)
     look = holds if nranks == 2 else always
     for nslots in (least, least + 1):
-        assert look(ring(nranks, pieces=2 * nslots + 2, nslots=nslots))
-        assert not look(ring(nranks, pieces=2 * nslots + 2, nslots=nslots, settles=False))
-    assert not look(ring(nranks, pieces=2 * least + 2, nslots=least - 1))
+        assert look(ring(nranks, tiles=2 * nslots + 2, nslots=nslots))
+        assert not look(ring(nranks, tiles=2 * nslots + 2, nslots=nslots, awaits_cleared=False))
+    assert not look(ring(nranks, tiles=2 * least + 2, nslots=least - 1))
 
 
 def test_a_ring_of_three_with_one_slot_fewer() -> None:
     """A search of nine tiles in four slots, 655,140 states, finds no error."""
-    assert search(ring(3, pieces=4, nslots=min_slots("ring", 3) - 1), most=MOST).wrong
+    assert search(ring(3, tiles=4, nslots=min_slots("ring", 3) - 1), most=MOST).wrong
 
 
 @pytest.mark.parametrize("nranks", [2, 3, 4])
 def test_acks_of_a_chain(nranks: int) -> None:
     for nslots in (1, 2) if nranks < 4 else (1,):
-        assert holds(chain(nranks, pieces=2 * nslots + 1, nslots=nslots))
-        assert not holds(chain(nranks, pieces=2 * nslots + 1, nslots=nslots, early=1))
-        assert not holds(chain(nranks, pieces=2 * nslots + 1, nslots=nslots, settles=False))
-        assert not holds(chain(nranks, pieces=2 * nslots + 1, nslots=nslots, all_acks=True)), (
+        assert holds(chain(nranks, tiles=2 * nslots + 1, nslots=nslots))
+        assert not holds(chain(nranks, tiles=2 * nslots + 1, nslots=nslots, early=1))
+        assert not holds(chain(nranks, tiles=2 * nslots + 1, nslots=nslots, awaits_cleared=False))
+        assert not holds(chain(nranks, tiles=2 * nslots + 1, nslots=nslots, all_acks=True)), (
             "an ack that nobody waits for stays behind"
         )
 
@@ -174,22 +188,18 @@ def test_acks_along_trees(collective: Collective, nranks: int) -> None:
     look = holds if nranks <= 4 else always
     for nslots in (1, 2):
         for which in ((0,), (1,)):
-            assert look(
-                trees(collective, nranks, pieces=2 * nslots + 1, nslots=nslots, which=which)
-            )
+            assert look(trees(collective, nranks, tiles=2 * nslots + 1, nslots=nslots, which=which))
             assert not look(
-                trees(
-                    collective, nranks, pieces=2 * nslots + 1, nslots=nslots, which=which, early=1
-                )
+                trees(collective, nranks, tiles=2 * nslots + 1, nslots=nslots, which=which, early=1)
             )
             assert not look(
                 trees(
                     collective,
                     nranks,
-                    pieces=2 * nslots + 1,
+                    tiles=2 * nslots + 1,
                     nslots=nslots,
                     which=which,
-                    settles=False,
+                    awaits_cleared=False,
                 )
             )
 
@@ -198,7 +208,7 @@ def test_acks_along_trees(collective: Collective, nranks: int) -> None:
 def test_all_reduce_along_trees_needs_two_slots_more_than_its_lag(nranks: int) -> None:
     usual = double_binary_tree.latency(Collective.ALL_REDUCE, nranks)
     for nslots in range(2, usual + 4):
-        lag = ahead_of(TREES, nranks, nslots)
+        lag = lookahead_of(TREES, nranks, nslots)
         look = (
             holds
             if nranks == 2 or (nranks == 3 and nslots <= 4) or (nranks == 4 and nslots == 2)
@@ -209,7 +219,7 @@ def test_all_reduce_along_trees_needs_two_slots_more_than_its_lag(nranks: int) -
                 trees(
                     Collective.ALL_REDUCE,
                     nranks,
-                    pieces=2 * nslots + 1,
+                    tiles=2 * nslots + 1,
                     nslots=nslots,
                     lag=lag,
                     which=which,
@@ -219,7 +229,7 @@ def test_all_reduce_along_trees_needs_two_slots_more_than_its_lag(nranks: int) -
                 trees(
                     Collective.ALL_REDUCE,
                     nranks,
-                    pieces=2 * nslots + 1,
+                    tiles=2 * nslots + 1,
                     nslots=nslots,
                     lag=nslots - 1,
                     which=which,
@@ -229,11 +239,11 @@ def test_all_reduce_along_trees_needs_two_slots_more_than_its_lag(nranks: int) -
                 trees(
                     Collective.ALL_REDUCE,
                     nranks,
-                    pieces=2 * nslots + 1,
+                    tiles=2 * nslots + 1,
                     nslots=nslots,
                     lag=lag,
                     which=which,
-                    settles=False,
+                    awaits_cleared=False,
                 )
             )
 
@@ -244,41 +254,44 @@ def test_all_reduce_along_trees_needs_two_slots_more_than_its_lag(nranks: int) -
 @pytest.mark.parametrize("nranks", [2, 3, 4])
 def test_two_halves_suffice_if_results_contain_all_ranks(nranks: int) -> None:
     tree = double_binary_tree.latency(Collective.ALL_REDUCE, nranks)
-    for banks in (2, 1):
+    for halves in (2, 1):
         look = holds if nranks < 4 else always
-        assert look(shots(nranks, pieces=1, nslots=1, ahead=0, launches=4, banks=banks)) == (
-            banks == 2
+        assert look(shots(nranks, tiles=1, nslots=1, lookahead=0, launches=4, halves=halves)) == (
+            halves == 2
         )
         assert look(
-            shots(nranks, pieces=1, nslots=1, ahead=0, rounds=2, launches=4, banks=banks)
-        ) == (banks == 2)
+            shots(nranks, tiles=1, nslots=1, lookahead=0, rounds=2, launches=4, halves=halves)
+        ) == (halves == 2)
         look = holds if nranks < 3 else always
-        assert look(ring(nranks, pieces=1, nslots=1, launches=4, banks=banks)) == (banks == 2)
+        assert look(ring(nranks, tiles=1, nslots=1, launches=4, halves=halves)) == (halves == 2)
         assert always(
             trees(
                 Collective.ALL_REDUCE,
                 nranks,
-                pieces=3,
+                tiles=3,
                 nslots=3,
                 lag=min(2, tree),
                 launches=5,
-                banks=banks,
+                halves=halves,
             )
-        ) == (banks == 2)
+        ) == (halves == 2)
 
 
 @pytest.mark.parametrize("nranks", [2, 3, 4])
 def test_two_halves_and_hellos_suffice_if_data_flow_one_way(nranks: int) -> None:
-    for banks, greets in ((2, True), (1, True), (2, False)):
-        right = banks == 2 and greets
+    for halves, hellos in ((2, True), (1, True), (2, False)):
+        right = halves == 2 and hellos
         assert (
-            holds(chain(nranks, pieces=1, nslots=1, launches=4, banks=banks, greets=greets))
+            holds(chain(nranks, tiles=1, nslots=1, launches=4, halves=halves, hellos=hellos))
             == right
         )
-        for falls in (True, False):
+        for broadcasts in (True, False):
             look = holds if nranks == 2 else always
             assert (
-                look(rooted(nranks, falls=falls, launches=4, banks=banks, greets=greets)) == right
+                look(
+                    rooted(nranks, broadcasts=broadcasts, launches=4, halves=halves, hellos=hellos)
+                )
+                == right
             )
         for collective in ONE_WAY:
             assert (
@@ -286,46 +299,46 @@ def test_two_halves_and_hellos_suffice_if_data_flow_one_way(nranks: int) -> None
                     trees(
                         collective,
                         nranks,
-                        pieces=1,
+                        tiles=1,
                         nslots=1,
                         which=(0,),
                         launches=3,
-                        banks=banks,
-                        greets=greets,
+                        halves=halves,
+                        hellos=hellos,
                     )
                 )
                 == right
             )
 
 
-def everybody_sends(nranks: int, pieces: int) -> Iterator[System]:
+def all_to_all_kernels(nranks: int, tiles: int) -> Iterator[System]:
     """Return a launch of each kernel whose results contain data of all ranks."""
-    nslots = min(pieces, 4)
+    nslots = min(tiles, 4)
     for rounds in (1, 2):
-        yield shots(nranks, pieces=pieces, nslots=nslots, ahead=nslots // 4, rounds=rounds)
-    yield ring(nranks, pieces=2 * pieces, nslots=min(2 * pieces, nranks + 1))
-    yield trees(Collective.ALL_REDUCE, nranks, pieces=pieces, nslots=nslots, lag=min(2, pieces - 1))
+        yield shots(nranks, tiles=tiles, nslots=nslots, lookahead=nslots // 4, rounds=rounds)
+    yield ring(nranks, tiles=2 * tiles, nslots=min(2 * tiles, nranks + 1))
+    yield trees(Collective.ALL_REDUCE, nranks, tiles=tiles, nslots=nslots, lag=min(2, tiles - 1))
 
 
-def one_way(nranks: int, pieces: int, greets: bool = True) -> Iterator[System]:
+def one_way(nranks: int, tiles: int, hellos: bool = True) -> Iterator[System]:
     """Return a launch of each other packet kernel."""
-    nslots = min(pieces, 4)
+    nslots = min(tiles, 4)
     for collective in ONE_WAY:
-        yield trees(collective, nranks, pieces=pieces, nslots=nslots, greets=greets)
-        yield rooted(nranks, falls=collective is Collective.BROADCAST, greets=greets)
-    yield chain(nranks, pieces=pieces, nslots=nslots, greets=greets)
+        yield trees(collective, nranks, tiles=tiles, nslots=nslots, hellos=hellos)
+        yield rooted(nranks, broadcasts=collective is Collective.BROADCAST, hellos=hellos)
+    yield chain(nranks, tiles=tiles, nslots=nslots, hellos=hellos)
 
 
 @pytest.mark.parametrize("nranks", RANKS)
 def test_any_kernel_may_follow_any_other(nranks: int) -> None:
-    for pieces in (1, 11):
-        for system in (*everybody_sends(nranks, pieces), *one_way(nranks, pieces)):
+    for tiles in (1, 11):
+        for system in (*all_to_all_kernels(nranks, tiles), *one_way(nranks, tiles)):
             assert unkept(system) == ""
     for algo, collective in SCHEDULES:
         assert (
             unkept(steps(built(algo, collective, nranks), Simple(nslots=layout.FIFO_SLOTS))) == ""
         )
-    for system in one_way(nranks, 1, greets=False):
+    for system in one_way(nranks, 1, hellos=False):
         assert "may end before all have begun" in unkept(system)
 
 
@@ -340,7 +353,7 @@ def test_heads_and_tails(algo: str, collective: Collective, reads: bool) -> None
         assert always(steps(schedule, Simple(nslots=layout.FIFO_SLOTS, reads=reads), rounds=3))
         assert always(steps(schedule, Simple(nslots=layout.FIFO_SLOTS, reads=reads), launches=5))
         assert not always(
-            steps(schedule, Simple(nslots=layout.FIFO_SLOTS, reads=reads), launches=3, banks=1)
+            steps(schedule, Simple(nslots=layout.FIFO_SLOTS, reads=reads), launches=3, halves=1)
         )
         assert not always(
             steps(schedule, Simple(nslots=layout.FIFO_SLOTS, fences=False, reads=reads))
@@ -372,9 +385,13 @@ def test_signals(nranks: int) -> None:
     ):
         schedule = built(algo, collective, nranks)
         assert unkept(steps(schedule, Simple(nslots=layout.FIFO_SLOTS), rounds=2)) == ""
-        assert always(steps(schedule, Simple(nslots=layout.FIFO_SLOTS, hears=False), launches=4))
+        assert always(
+            steps(schedule, Simple(nslots=layout.FIFO_SLOTS, awaits_peers=False), launches=4)
+        )
         assert not always(
-            steps(schedule, Simple(nslots=layout.FIFO_SLOTS, hears=False), launches=3, banks=1)
+            steps(
+                schedule, Simple(nslots=layout.FIFO_SLOTS, awaits_peers=False), launches=3, halves=1
+            )
         )
     assert (
         unkept(
@@ -425,7 +442,7 @@ def test_ranks_without_op_records_overrun_the_halves() -> None:
     """
     schedule = line(4, 1)
     assert always(steps(schedule, Simple(nslots=2), launches=5))
-    assert not always(steps(schedule, Simple(nslots=2, hears=False), launches=5))
+    assert not always(steps(schedule, Simple(nslots=2, awaits_peers=False), launches=5))
     assert not always(steps(schedule, Simple(nslots=2, entries=1), launches=5))
     assert holds(steps(line(2, 1), Simple(nslots=2), launches=3))
 
@@ -438,19 +455,19 @@ def test_credit_for_rows() -> None:
     rows = layout.FIFO_ROWS
     for _ in range(40):
         counts = [rng.randint(1, 8) for _ in range(30)]
-        assert always(lane(counts, ring=rows, quarter=rows // 4))
-    assert not always(lane([1] * 40, ring=rows, quarter=rows // 4, early=1))
-    assert not always(lane([8] * 8, ring=rows, quarter=rows // 4, credit_first=True))
+        assert always(warp_queue(counts, fifo=rows, quarter=rows // 4))
+    assert not always(warp_queue([1] * 40, fifo=rows, quarter=rows // 4, early=1))
+    assert not always(warp_queue([8] * 8, fifo=rows, quarter=rows // 4, credit_first=True))
     for counts in ([1, 2, 1, 2, 2, 1, 2, 1], [2] * 6):
-        assert holds(lane(counts, ring=4, quarter=1))
-        assert not holds(lane(counts, ring=4, quarter=1, credit_first=True))
+        assert holds(warp_queue(counts, fifo=4, quarter=1))
+        assert not holds(warp_queue(counts, fifo=4, quarter=1, credit_first=True))
 
 
 def test_a_row_fifo_holds_a_warps_rows_and_those_without_credit() -> None:
     """8 rows, and up to a quarter less one that were received without credit: 11 would suffice."""
     counts = [3, 8, 5, 1, 8, 8, 2, 7, 8, 8, 4, 8]
-    assert always(lane(counts, ring=8 + 3, quarter=4))
-    assert not always(lane(counts, ring=8 + 2, quarter=4))
+    assert always(warp_queue(counts, fifo=8 + 3, quarter=4))
+    assert not always(warp_queue(counts, fifo=8 + 2, quarter=4))
 
 
 @pytest.mark.parametrize(("blocks", "taking"), [(1, 1), (1, 2), (2, 1), (2, 2)])
@@ -512,7 +529,7 @@ def test_copies_through_staging_memory(collective: Collective, nranks: int) -> N
     schedule = built(staged_copies.ALGORITHMS[collective], collective, nranks)
     chunks = 2 * layout.COPY_SLOTS + 1
     assert always(staged(schedule, Copies(), chunks=chunks, operations=2))
-    for weaker in ({"fences": False}, {"all_free": True}, {"meets": False}):
+    for weaker in ({"fences": False}, {"all_free": True}, {"barriers": False}):
         assert not always(staged(schedule, Copies(**weaker), chunks=chunks, operations=2))
     assert not always(staged(schedule, Copies(early=1), chunks=chunks))
 
@@ -521,6 +538,6 @@ def test_copies_through_staging_memory(collective: Collective, nranks: int) -> N
 
 
 def test_the_trace_in_the_documentation() -> None:
-    found = str(search(chain(2, pieces=2, nslots=1, settles=False, greets=False)))
+    found = str(search(chain(2, tiles=2, nslots=1, awaits_cleared=False, hellos=False)))
     text = (Path(__file__).parents[2] / "docs" / "design" / "kernels.md").read_text()
     assert found in text, found

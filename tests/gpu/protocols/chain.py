@@ -11,14 +11,14 @@ from .program import Cell, Kind, System, Thread
 def chain(
     nranks: int,
     *,
-    pieces: int,
+    tiles: int,
     nslots: int,
     launches: int = 1,
-    settles: bool = True,
+    awaits_cleared: bool = True,
     early: int = 0,
     all_acks: bool = False,
-    greets: bool = True,
-    banks: int = 2,
+    hellos: bool = True,
+    halves: int = 2,
 ) -> System:
     """Return the model; the options weaken it.
 
@@ -29,49 +29,49 @@ def chain(
     for rank in range(nranks):
         thread, first, last = system.thread(rank), rank == 0, rank == nranks - 1
         for launch in range(launches):
-            bank = launch % banks
-            ack = ack_place(rank, rank + 1, bank)
-            thread.begin(launch, bank)
-            if greets:
-                greet(thread, nranks, bank)
-            for k in range(pieces):
+            parity = launch % halves
+            ack = ack_word(rank, rank + 1, parity)
+            thread.begin(launch, parity)
+            if hellos:
+                send_hellos(thread, nranks, parity)
+            for k in range(tiles):
                 if not last and k >= nslots + early:
                     thread.reach(ack, k + 1 - nslots - early)
                 if not first:
-                    thread.take(place(rank, bank, k % nslots), k)
+                    thread.recv(packet_cell(rank, parity, k % nslots), k)
                 if not last:
-                    thread.store(place(rank + 1, bank, k % nslots), k)
-                if not first and (k + nslots < pieces or all_acks):
-                    if settles:
-                        thread.seen_empty(place(rank, bank, k % nslots))
-                    thread.store(ack_place(rank - 1, rank, bank), k + 1)
-            if not last and pieces > nslots:
+                    thread.store(packet_cell(rank + 1, parity, k % nslots), k)
+                if not first and (k + nslots < tiles or all_acks):
+                    if awaits_cleared:
+                        thread.seen_empty(packet_cell(rank, parity, k % nslots))
+                    thread.store(ack_word(rank - 1, rank, parity), k + 1)
+            if not last and tiles > nslots:
                 thread.clear(ack)
-            if greets:
-                hear_greetings(thread, nranks, bank)
+            if hellos:
+                await_hellos(thread, nranks, parity)
             thread.end()
     return system
 
 
-def greet(thread: Thread, nranks: int, bank: int) -> None:
+def send_hellos(thread: Thread, nranks: int, parity: int) -> None:
     for peer in range(nranks):
         if peer != thread.rank:
-            thread.store(hello_place(peer, thread.rank, bank), 0)
+            thread.store(hello_word(peer, thread.rank, parity), 0)
 
 
-def hear_greetings(thread: Thread, nranks: int, bank: int) -> None:
+def await_hellos(thread: Thread, nranks: int, parity: int) -> None:
     for peer in range(nranks):
         if peer != thread.rank:
-            thread.take(hello_place(thread.rank, peer, bank), 0)
+            thread.recv(hello_word(thread.rank, peer, parity), 0)
 
 
-def place(dst: int, bank: int, slot: int) -> Cell:
-    return Cell(f"slot {slot} of bank {bank}", dst, Kind.PACKET, bank)
+def packet_cell(dst: int, parity: int, slot: int) -> Cell:
+    return Cell(f"slot {slot} of half {parity}", dst, Kind.PACKET, parity)
 
 
-def hello_place(dst: int, src: int, bank: int) -> Cell:
-    return Cell(f"hello of bank {bank} from rank {src}", dst, Kind.PACKET, bank)
+def hello_word(dst: int, src: int, parity: int) -> Cell:
+    return Cell(f"hello of half {parity} from rank {src}", dst, Kind.PACKET, parity)
 
 
-def ack_place(dst: int, src: int, bank: int) -> Cell:
-    return Cell(f"ack of bank {bank} from rank {src}", dst, Kind.COUNTER, bank)
+def ack_word(dst: int, src: int, parity: int) -> Cell:
+    return Cell(f"ack of half {parity} from rank {src}", dst, Kind.COUNTER, parity)

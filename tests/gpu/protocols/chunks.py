@@ -83,34 +83,35 @@ def chunks(
     return system
 
 
-def _send(thread: Thread, queue: Queue, rules: Rules, number: int, mine: range) -> None:
+def _send(thread: Thread, queue: Queue, rules: Rules, number: int, own_count: range) -> None:
     """Model one message of ``send_bulk``."""
     if rules.waits_grant:
         thread.wait_for(grant_of(queue.sender), number)
-    for k in mine:
-        place, tag = k % queue.slots, chunk_tag(queue.sender, number, k)
+    for k in own_count:
+        packet_cell, tag = k % queue.slots, chunk_tag(queue.sender, number, k)
         if k >= queue.slots and rules.waits_freed:
             thread.wait_for(
-                freed_of(queue.sender, place), chunk_tag(queue.sender, number, k - queue.slots)
+                freed_of(queue.sender, packet_cell),
+                chunk_tag(queue.sender, number, k - queue.slots),
             )
-        for cell in slot_at(queue.slot + place):
+        for cell in slot_at(queue.slot + packet_cell):
             thread.store(cell, tag)
         if rules.fences:
             thread.fence()
-        thread.store(arrived_of(queue.slot + place), tag)
+        thread.store(arrived_of(queue.slot + packet_cell), tag)
 
 
 def _receive(
-    thread: Thread, queue: Queue, rules: Rules, number: int, mine: range, count: int
+    thread: Thread, queue: Queue, rules: Rules, number: int, own_count: range, count: int
 ) -> None:
     """Model one message of ``recv_bulk``."""
-    for k in mine:
-        place, tag = k % queue.slots, chunk_tag(queue.sender, number, k)
-        thread.wait_for(arrived_of(queue.slot + place), tag)
-        for cell in slot_at(queue.slot + place):
+    for k in own_count:
+        packet_cell, tag = k % queue.slots, chunk_tag(queue.sender, number, k)
+        thread.wait_for(arrived_of(queue.slot + packet_cell), tag)
+        for cell in slot_at(queue.slot + packet_cell):
             thread.read(cell, tag)
         if rules.all_freed or k + queue.slots < count:
-            thread.store(freed_of(queue.sender, place), tag)
+            thread.store(freed_of(queue.sender, packet_cell), tag)
 
 
 def chunk_tag(src: int, number: int, chunk: int) -> int:
@@ -125,8 +126,8 @@ def arrived_of(slot: int) -> Cell:
     return Cell(f"arrived in slot {slot}", 0, Kind.WORD, None)
 
 
-def freed_of(src: int, place: int) -> Cell:
-    return Cell(f"freed {place}", src, Kind.WORD, None)
+def freed_of(src: int, packet_cell: int) -> Cell:
+    return Cell(f"freed {packet_cell}", src, Kind.WORD, None)
 
 
 def grant_of(src: int) -> Cell:

@@ -88,17 +88,18 @@ class _Run:
                 ):
                     moved = True
         if not self.wrong and any(
-            place < len(thread.ops) for place, thread in zip(self.places, self.system.threads)
+            packet_cell < len(thread.ops)
+            for packet_cell, thread in zip(self.places, self.system.threads)
         ):
             return "nobody can go on"
         return self.wrong or self.look_back()
 
     def do(self, thread: int, op: Op) -> bool:
         """Perform one operation; return False if it has to wait."""
-        known, place = self.known[thread], self.places[thread]
+        known, packet_cell = self.known[thread], self.places[thread]
         if op.code in (Code.STORE, Code.CLEAR):
             self.issue(thread, op)
-        elif op.code is Code.COME:
+        elif op.code is Code.ARRIVE:
             pass
         elif op.code is Code.FENCE:
             self.land(known, self.flying[thread])
@@ -117,9 +118,9 @@ class _Run:
                 if op.code is Code.READ and known[landed] < number:
                     self.tell(thread, op, "it may not have landed")
                 np.maximum(known, read.known, out=known)
-                read.reads.append((thread, place))
+                read.reads.append((thread, packet_cell))
                 known[landed] = max(known[landed], number)
-        known[thread] = self.places[thread] = place + 1
+        known[thread] = self.places[thread] = packet_cell + 1
         return True
 
     def issue(self, thread: int, op: Op) -> None:
@@ -157,7 +158,7 @@ class _Run:
     def end(self, thread: int, op: Op) -> bool:
         """End all threads of a rank together; their stores to the rank's own memory have landed."""
         rank = self.ranks[thread]
-        team = [other for other, mine in enumerate(self.ranks) if mine == rank]
+        team = [other for other, own_count in enumerate(self.ranks) if own_count == rank]
         for other in team:
             ops = self.system.threads[other].ops
             if self.places[other] == len(ops) or ops[self.places[other]] != op:
@@ -193,8 +194,8 @@ class _Run:
                         second.op,
                         f"nobody has told that what {who} did there has landed",
                     )
-                for thread, place in first.reads if cell.kind is not Kind.COUNTER else ():
-                    if thread != second.thread and second.known[thread] <= place:
+                for thread, packet_cell in first.reads if cell.kind is not Kind.COUNTER else ():
+                    if thread != second.thread and second.known[thread] <= packet_cell:
                         self.tell(
                             second.thread,
                             second.op,
@@ -206,29 +207,29 @@ class _Run:
                     and not first.reads
                 ):
                     self.tell(second.thread, second.op, "nobody reads what is there")
-            if cell.bank is not None and history and history[-1].value != EMPTY:
-                self.wrong = self.wrong or f"{self.system.place(number)} is not empty at the end"
+            if cell.parity is not None and history and history[-1].value != EMPTY:
+                self.wrong = self.wrong or f"{self.system.location(number)} is not empty at the end"
         for thread, op, known in self.begun:
             for number, (cell, history) in enumerate(zip(self.system.cells, self.stores)):
-                if cell.bank != op.cell:
+                if cell.parity != op.cell:
                     continue
                 old = sum(store.op.value // LAUNCH < op.value for store in history)
                 if known[self.threads + number] < old or (old and history[old - 1].value != EMPTY):
-                    self.tell(thread, op, f"{self.system.place(number)} may not be empty")
+                    self.tell(thread, op, f"{self.system.location(number)} may not be empty")
         return self.wrong
 
     def promise(self) -> str:
         for rank, known in self.ended:
-            begun = {mine for thread, mine in enumerate(self.ranks) if known[thread]}
+            begun = {own_count for thread, own_count in enumerate(self.ranks) if known[thread]}
             if len(begun) < self.system.nranks:
                 return f"rank {rank} may end before all have begun"
             for number, (cell, history) in enumerate(zip(self.system.cells, self.stores)):
                 if (
-                    cell.bank is not None
+                    cell.parity is not None
                     and cell.rank == rank
                     and (known[self.threads + number] < len(history) or history[-1].value != EMPTY)
                 ):
-                    return f"{self.system.place(number)} may not be empty"
+                    return f"{self.system.location(number)} may not be empty"
         return ""
 
     def tell(self, thread: int, op: Op, why: str) -> None:

@@ -43,13 +43,13 @@ class Cell(NamedTuple):
     name: str
     rank: int  # in whose memory it is
     kind: Kind
-    bank: int | None  # of a bank, which is empty when a launch begins to use it
+    parity: int | None  # of a half, which is empty when a launch begins to use it
 
 
 class Code(enum.IntEnum):
     STORE = 0
     CLEAR = 1
-    TAKE = 2  # waits
+    RECV = 2  # waits
     REACH = 3  # waits
     READ = 4
     AWAIT = 5  # waits
@@ -57,7 +57,7 @@ class Code(enum.IntEnum):
     FENCE = 7  # waits
     END = 8  # waits
     BEGIN = 9
-    COME = 10  # to the end, where the rank's other threads wait
+    ARRIVE = 10  # to the end, where the rank's other threads wait
 
 
 class Op(NamedTuple):
@@ -76,16 +76,16 @@ class Thread:
     ops: list[Op] = field(default_factory=list)
     launch: int = 0
 
-    def begin(self, launch: int, bank: int) -> None:
+    def begin(self, launch: int, parity: int) -> None:
         """Begin a launch, which may use its half on any rank: no earlier data may be there or in
         flight.
         """
         self.launch = launch
-        self.ops.append(Op(Code.BEGIN, bank, launch))
+        self.ops.append(Op(Code.BEGIN, parity, launch))
 
     def end(self) -> None:
         """End the kernel, on all threads of the rank."""
-        self.ops += [Op(Code.COME, 0, self.launch), Op(Code.END, 0, self.launch)]
+        self.ops += [Op(Code.ARRIVE, 0, self.launch), Op(Code.END, 0, self.launch)]
 
     def store(self, cell: Cell, number: int) -> None:
         self._add(Code.STORE, cell, number)
@@ -94,9 +94,9 @@ class Thread:
         """Clear a packet that this thread has received."""
         self._add(Code.CLEAR, cell, number)
 
-    def take(self, cell: Cell, number: int) -> None:
+    def recv(self, cell: Cell, number: int) -> None:
         """Wait for a packet, which must be this one, and clear it."""
-        self._add(Code.TAKE, cell, number)
+        self._add(Code.RECV, cell, number)
         self.clear(cell, number)
 
     def seen_empty(self, cell: Cell) -> None:
@@ -123,7 +123,7 @@ class Thread:
             Op(
                 code,
                 self.system.index(cell),
-                (0 if cell.bank is None else self.launch * LAUNCH) + number + 1,
+                (0 if cell.parity is None else self.launch * LAUNCH) + number + 1,
             )
         )
 
@@ -156,10 +156,10 @@ class System:
         if value == EMPTY:
             return "nothing"
         launch, number = divmod(abs(value), LAUNCH)
-        what = "" if self.cells[cell].kind in (Kind.WORD, Kind.COUNTER) else "piece "
+        what = "" if self.cells[cell].kind in (Kind.WORD, Kind.COUNTER) else "tile "
         return f"{what}{number - 1}" + (f" of launch {launch}" if launch else "")
 
-    def place(self, cell: int) -> str:
+    def location(self, cell: int) -> str:
         return f"{self.cells[cell].name} at rank {self.cells[cell].rank}"
 
     def texts(self, ops: Sequence[Op]) -> str:
@@ -167,22 +167,22 @@ class System:
         alone = [
             op
             for before, op in zip([None, *ops], ops)
-            if op.code is not Code.CLEAR or before is None or before.code is not Code.TAKE
+            if op.code is not Code.CLEAR or before is None or before.code is not Code.RECV
         ]
         return ", ".join(map(self.text, alone))
 
     def text(self, op: Op) -> str:
         if op.code is Code.FENCE:
             return "fence"
-        if op.code in (Code.BEGIN, Code.COME, Code.END):
-            return {Code.BEGIN: "begins", Code.COME: "has done all of", Code.END: "ends"}[
+        if op.code in (Code.BEGIN, Code.ARRIVE, Code.END):
+            return {Code.BEGIN: "begins", Code.ARRIVE: "has done all of", Code.END: "ends"}[
                 op.code
             ] + f" launch {op.value}"
-        cell, value = self.place(op.cell), self.value(op.cell, op.value)
+        cell, value = self.location(op.cell), self.value(op.cell, op.value)
         return {
             Code.STORE: f"sends {value} to {cell}",
             Code.CLEAR: f"clears {cell}",
-            Code.TAKE: f"takes {value} from {cell}",
+            Code.RECV: f"receives {value} from {cell}",
             Code.REACH: f"sees {value} or more in {cell}",
             Code.READ: f"reads {value} in {cell}",
             Code.AWAIT: f"sees {value} in {cell}",

@@ -5,18 +5,18 @@ from __future__ import annotations
 from .program import Cell, Kind, System
 
 
-def hop_place(dst: int, bank: int, slot: int, hop: int) -> Cell:
-    return Cell(f"slot {slot} of bank {bank}, hop {hop}", dst, Kind.PACKET, bank)
+def hop_packet(dst: int, parity: int, slot: int, hop: int) -> Cell:
+    return Cell(f"slot {slot} of half {parity}, hop {hop}", dst, Kind.PACKET, parity)
 
 
 def ring(
     nranks: int,
     *,
-    pieces: int,
+    tiles: int,
     nslots: int,
     launches: int = 1,
-    settles: bool = True,
-    banks: int = 2,
+    awaits_cleared: bool = True,
+    halves: int = 2,
 ) -> System:
     """Return the model: an iteration receives hop t of tile j - 1 - t, for all t, and sends hop t +
     1;
@@ -24,20 +24,20 @@ def ring(
     """
     system, hops = System(nranks), 2 * (nranks - 1)
     for rank in range(nranks):
-        thread, after = system.thread(rank), (rank + 1) % nranks
+        thread, peers_after = system.thread(rank), (rank + 1) % nranks
         for launch in range(launches):
-            bank = launch % banks
-            thread.begin(launch, bank)
-            for j in range(pieces + hops):
-                coming = [(t, j - 1 - t) for t in range(hops) if 0 <= j - 1 - t < pieces]
+            parity = launch % halves
+            thread.begin(launch, parity)
+            for j in range(tiles + hops):
+                coming = [(t, j - 1 - t) for t in range(hops) if 0 <= j - 1 - t < tiles]
                 for t, m in coming:
-                    thread.take(hop_place(rank, bank, m % nslots, t), m)
+                    thread.recv(hop_packet(rank, parity, m % nslots, t), m)
                     if t + 1 < hops:
-                        thread.store(hop_place(after, bank, m % nslots, t + 1), m)
-                if j < pieces:
-                    thread.store(hop_place(after, bank, j % nslots, 0), j)
-                if settles and pieces > nslots:
+                        thread.store(hop_packet(peers_after, parity, m % nslots, t + 1), m)
+                if j < tiles:
+                    thread.store(hop_packet(peers_after, parity, j % nslots, 0), j)
+                if awaits_cleared and tiles > nslots:
                     for t, m in coming:
-                        thread.seen_empty(hop_place(rank, bank, m % nslots, t))
+                        thread.seen_empty(hop_packet(rank, parity, m % nslots, t))
             thread.end()
     return system

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from .program import Cell, Kind, System
 
 
-def lane(
-    counts: Sequence[int], *, ring: int, quarter: int, early: int = 0, credit_first: bool = False
+def warp_queue(
+    counts: Sequence[int], *, fifo: int, quarter: int, early: int = 0, credit_first: bool = False
 ) -> System:
     """Return the model; launches make no difference, since all counts persist.
 
@@ -19,20 +19,20 @@ def lane(
     system = System(2)
     sender, receiver = system.thread(0), system.thread(1)
     credit = Cell("credit", 0, Kind.COUNTER, None)
-    places = [Cell(f"row {number}", 1, Kind.FLAGGED, None) for number in range(ring)]
+    places = [Cell(f"row {number}", 1, Kind.FLAGGED, None) for number in range(fifo)]
     row = 0
     for count in counts:
-        after = row + count
-        if after > ring + early:
-            sender.reach(credit, after - ring - early)
-        for number in range(row, after):
-            sender.store(places[number % ring], number)
-        tells = after // quarter != row // quarter
+        peers_after = row + count
+        if peers_after > fifo + early:
+            sender.reach(credit, peers_after - fifo - early)
+        for number in range(row, peers_after):
+            sender.store(places[number % fifo], number)
+        tells = peers_after // quarter != row // quarter
         if tells and credit_first:
-            receiver.store(credit, after)
-        for number in range(row, after):
-            receiver.wait_for(places[number % ring], number)
+            receiver.store(credit, peers_after)
+        for number in range(row, peers_after):
+            receiver.wait_for(places[number % fifo], number)
         if tells and not credit_first:
-            receiver.store(credit, after)
-        row = after
+            receiver.store(credit, peers_after)
+        row = peers_after
     return system

@@ -35,7 +35,7 @@ PHASE = dict.fromkeys(Code, 0) | {
     Code.AWAIT: 1,
     Code.STORE: 2,
     Code.CLEAR: 2,
-    Code.COME: 3,
+    Code.ARRIVE: 3,
     Code.BEGIN: 3,
 }
 
@@ -83,7 +83,7 @@ class _Search:
         self.ranks = [thread.rank for thread in system.threads]
         alone = [self.ranks.count(rank) == 1 for rank in self.ranks]
         self.ops = [
-            [op for op in thread.ops if op.code is not Code.COME or not one]
+            [op for op in thread.ops if op.code is not Code.ARRIVE or not one]
             for thread, one in zip(system.threads, alone, strict=True)
         ]
         self.reached = 0  # of the last thread that went on, the place behind its last operation
@@ -99,10 +99,11 @@ class _Search:
             "a place for packets has one sender, or they would not do to land at once"
         )
         self.siblings = [
-            [other for other, rank in enumerate(self.ranks) if rank == mine] for mine in self.ranks
+            [other for other, rank in enumerate(self.ranks) if rank == own_count]
+            for own_count in self.ranks
         ]
         self.ends = [
-            {op.value: place for place, op in enumerate(ops) if op.code is Code.END}
+            {op.value: packet_cell for packet_cell, op in enumerate(ops) if op.code is Code.END}
             for ops in self.ops
         ]
 
@@ -115,19 +116,19 @@ class _Search:
             stuck = True
             for move in self.moves(state):
                 try:
-                    after = self.step(state, *move)
+                    peers_after = self.step(state, *move)
                 except Wrong as wrong:
                     return Found(
                         str(wrong),
                         len(before),
                         (*self.trace(before, state), self.text(state, move)),
                     )
-                if after is None:
+                if peers_after is None:
                     continue
                 stuck = False
-                if after not in before:
-                    before[after] = (state, move)
-                    queue.append(after)
+                if peers_after not in before:
+                    before[peers_after] = (state, move)
+                    queue.append(peers_after)
             if stuck and (wrong_end := self.at_end(state)):
                 return Found(wrong_end, len(before), tuple(self.trace(before, state)))
             if len(before) > most:
@@ -140,8 +141,8 @@ class _Search:
         """
         found = [
             (-1, thread)
-            for thread, place in enumerate(state.places)
-            if place < len(self.ops[thread])
+            for thread, packet_cell in enumerate(state.places)
+            if packet_cell < len(self.ops[thread])
         ]
         last = (-1, -1)
         for number, flight in enumerate(state.flights):
@@ -168,30 +169,32 @@ class _Search:
             cleared = any(other.cell == flight.cell and other.clears for other in flights)
             why = ", and its clear on the way" if cleared else ""
             raise Wrong(
-                f"WRONG: {self.system.value(flight.cell, there)} is still in {self.system.place(flight.cell)}{why}"
+                f"WRONG: {self.system.value(flight.cell, there)} is still in {self.system.location(flight.cell)}{why}"
             )
         cells[flight.cell] = flight.value
 
     def advance(self, state: State, thread: int) -> State | None:
         """Return the state after a thread's next operations; None if it waits."""
-        ops, place, phase = self.ops[thread], state.places[thread], 0
+        ops, packet_cell, phase = self.ops[thread], state.places[thread], 0
         cells, flights = list(state.cells), list(state.flights)
-        while place < len(ops) and (PHASE[ops[place].code] >= phase or self.is_lazy(ops[place])):
-            op = ops[place]
+        while packet_cell < len(ops) and (
+            PHASE[ops[packet_cell].code] >= phase or self.is_lazy(ops[packet_cell])
+        ):
+            op = ops[packet_cell]
             flights = self.clears_land(op, thread, cells, flights)
             if not self.may(op, thread, state.places, cells, flights):
                 if phase == 0:
                     return None
                 break
-            place += 1
-            self.reached = place
+            packet_cell += 1
+            self.reached = packet_cell
             self.do(op, thread, cells, flights)
             if self.every:
                 break
             if not self.is_lazy(op):
                 phase = PHASE[Code.BEGIN] if op.code is Code.END else PHASE[op.code]
         flights.sort(key=lambda flight: flight[:2])  # stable: in the order of their issue
-        places = (*state.places[:thread], place, *state.places[thread + 1 :])
+        places = (*state.places[:thread], packet_cell, *state.places[thread + 1 :])
         return State(places, tuple(cells), tuple(flights))
 
     def is_lazy(self, op: Op) -> bool:
@@ -203,7 +206,7 @@ class _Search:
         """Land the clears of packets that ``op`` waits for; if it keeps waiting, they might land
         later.
         """
-        if self.every or op.code not in (Code.TAKE, Code.SEEN, Code.FENCE, Code.END):
+        if self.every or op.code not in (Code.RECV, Code.SEEN, Code.FENCE, Code.END):
             return flights
         kept = []
         for flight in flights:
@@ -222,12 +225,12 @@ class _Search:
     ) -> bool:
         """Return True if the thread may perform ``op``."""
         there = EMPTY
-        if Code.TAKE <= op.code <= Code.SEEN:
+        if Code.RECV <= op.code <= Code.SEEN:
             if any(flight.thread == thread and flight.cell == op.cell for flight in flights):
                 return False
             there = cells[op.cell]
         match op.code:
-            case Code.TAKE:
+            case Code.RECV:
                 return there != EMPTY
             case Code.REACH:
                 return there >= op.value
@@ -267,10 +270,10 @@ class _Search:
                     self.land(cells, flight, flights)
                 else:
                     flights.append(flight)
-            case Code.TAKE | Code.READ:
+            case Code.RECV | Code.READ:
                 if abs(cells[op.cell]) != op.value:
                     raise Wrong(
-                        f"WRONG: {self.system.value(op.cell, cells[op.cell])} is in {self.system.place(op.cell)}"
+                        f"WRONG: {self.system.value(op.cell, cells[op.cell])} is in {self.system.location(op.cell)}"
                     )
                 if op.code is Code.READ:
                     cells[op.cell] = -op.value
@@ -282,24 +285,26 @@ class _Search:
     def begin(self, op: Op, cells: list[int], flights: list[Flight]) -> None:
         for cell, there in enumerate(cells):
             if (
-                self.system.cells[cell].bank == op.cell
+                self.system.cells[cell].parity == op.cell
                 and there != EMPTY
                 and abs(there) // LAUNCH < op.value
             ):
                 raise Wrong(
-                    f"WRONG: {self.system.value(cell, there)} is still in {self.system.place(cell)}"
+                    f"WRONG: {self.system.value(cell, there)} is still in {self.system.location(cell)}"
                 )
         for flight in flights:
             if (
-                self.system.cells[flight.cell].bank == op.cell
+                self.system.cells[flight.cell].parity == op.cell
                 and max(flight.value, flight.clears) // LAUNCH < op.value
             ):
-                raise Wrong(f"WRONG: a store to {self.system.place(flight.cell)} is under way")
+                raise Wrong(f"WRONG: a store to {self.system.location(flight.cell)} is under way")
 
     def at_end(self, state: State) -> str:
         """Return the errors of a state in which nothing can happen any more."""
         waiting = [
-            thread for thread, place in enumerate(state.places) if place < len(self.ops[thread])
+            thread
+            for thread, packet_cell in enumerate(state.places)
+            if packet_cell < len(self.ops[thread])
         ]
         if waiting:
             lines = (
@@ -310,9 +315,9 @@ class _Search:
         left = [
             cell
             for cell, there in enumerate(state.cells)
-            if self.system.cells[cell].bank is not None and there != EMPTY
+            if self.system.cells[cell].parity is not None and there != EMPTY
         ]
-        return f"WRONG: {self.system.place(left[0])} is not empty" if left else ""
+        return f"WRONG: {self.system.location(left[0])} is not empty" if left else ""
 
     # ---- the way to a state, in words
 
@@ -331,10 +336,10 @@ class _Search:
             flight = state.flights[number]
             clear = f"the clear of {self.system.value(flight.cell, flight.clears)}"
             what = clear if flight.value == EMPTY else self.system.value(flight.cell, flight.value)
-            return f"{what} lands in {self.system.place(flight.cell)}"
+            return f"{what} lands in {self.system.location(flight.cell)}"
         try:
-            after = self.advance(state, thread)
-            last = state.places[thread] if after is None else after.places[thread]
+            peers_after = self.advance(state, thread)
+            last = state.places[thread] if peers_after is None else peers_after.places[thread]
         except Wrong:
             last = self.reached
         return f"{self.system.threads[thread].name}: " + self.system.texts(

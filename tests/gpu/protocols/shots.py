@@ -9,26 +9,26 @@ from collections.abc import Sequence
 from .program import Cell, Kind, System, Thread
 
 
-def place(dst: int, src: int, bank: int, slot: int, shot: int) -> Cell:
+def packet_cell(dst: int, src: int, parity: int, slot: int, shot: int) -> Cell:
     """Return the cell of a packet from ``src`` (``packet_of`` of shots.cuh)."""
     return Cell(
-        f"slot {slot} of bank {bank} from rank {src}" + (", second shot" if shot else ""),
+        f"slot {slot} of half {parity} from rank {src}" + (", second shot" if shot else ""),
         dst,
         Kind.PACKET,
-        bank,
+        parity,
     )
 
 
 def shots(
     nranks: int,
     *,
-    pieces: int,
+    tiles: int,
     nslots: int,
-    ahead: int,
+    lookahead: int,
     rounds: int = 1,
     launches: int = 1,
-    settles: bool = True,
-    banks: int = 2,
+    awaits_cleared: bool = True,
+    halves: int = 2,
 ) -> System:
     """Return the model of tiled shots.
 
@@ -42,13 +42,13 @@ def shots(
             _launch(
                 thread,
                 nranks,
-                launch % banks,
+                launch % halves,
                 launch,
-                pieces,
+                tiles,
                 nslots,
-                ahead,
+                lookahead,
                 rounds,
-                settles and pieces > nslots,
+                awaits_cleared and tiles > nslots,
             )
     return system
 
@@ -56,60 +56,60 @@ def shots(
 def _launch(
     thread: Thread,
     nranks: int,
-    bank: int,
+    parity: int,
     launch: int,
-    pieces: int,
+    tiles: int,
     nslots: int,
-    ahead: int,
+    lookahead: int,
     rounds: int,
-    settles: bool,
+    awaits_cleared: bool,
 ) -> None:
     rank = thread.rank
     peers = [peer for peer in range(nranks) if peer != rank]
-    after = [(rank + d) % nranks for d in range(1, nranks)]  # rank_after
+    peers_after = [(rank + d) % nranks for d in range(1, nranks)]  # rank_after
 
-    def send_piece(k: int) -> None:
-        for dst in after:
-            thread.store(place(dst, rank, bank, k % nslots, 0), k)
+    def send_tile(k: int) -> None:
+        for dst in peers_after:
+            thread.store(packet_cell(dst, rank, parity, k % nslots, 0), k)
 
-    def take_piece(k: int) -> None:
+    def recv_tile(k: int) -> None:
         for src in peers:
-            thread.take(place(rank, src, bank, k % nslots, 0), k)
+            thread.recv(packet_cell(rank, src, parity, k % nslots, 0), k)
         if rounds == 2:
-            for dst in after:
-                thread.store(place(dst, rank, bank, k % nslots, 1), k)
+            for dst in peers_after:
+                thread.store(packet_cell(dst, rank, parity, k % nslots, 1), k)
 
-    def collect_piece(k: int) -> None:
+    def recv_results(k: int) -> None:
         for src in peers:
-            thread.take(place(rank, src, bank, k % nslots, 1), k)
+            thread.recv(packet_cell(rank, src, parity, k % nslots, 1), k)
 
-    def settle(k: int, shot: int) -> None:
+    def await_cleared(k: int, shot: int) -> None:
         for src in peers:
-            thread.seen_empty(place(rank, src, bank, k % nslots, shot))
+            thread.seen_empty(packet_cell(rank, src, parity, k % nslots, shot))
 
-    thread.begin(launch, bank)
-    pushed = 0
-    while pushed <= min(ahead, pieces - 1):
-        send_piece(pushed)
-        pushed += 1
-    for k in range(pieces):
-        take_piece(k)
+    thread.begin(launch, parity)
+    sent = 0
+    while sent <= min(lookahead, tiles - 1):
+        send_tile(sent)
+        sent += 1
+    for k in range(tiles):
+        recv_tile(k)
         if rounds == 2 and k > 0:
-            collect_piece(k - 1)
-            if settles:
-                settle(k - 1, 1)
-        if settles:
-            settle(k, 0)
-        if pushed < pieces:
-            send_piece(pushed)
-            pushed += 1
+            recv_results(k - 1)
+            if awaits_cleared:
+                await_cleared(k - 1, 1)
+        if awaits_cleared:
+            await_cleared(k, 0)
+        if sent < tiles:
+            send_tile(sent)
+            sent += 1
     if rounds == 2:
-        collect_piece(pieces - 1)
+        recv_results(tiles - 1)
     thread.end()
 
 
 def rooted(
-    nranks: int, *, falls: bool, launches: int = 1, greets: bool = True, banks: int = 2
+    nranks: int, *, broadcasts: bool, launches: int = 1, hellos: bool = True, halves: int = 2
 ) -> System:
     """Return the model of a rooted one_shot, whose tiles all have slots, from or to rank 0.
 
@@ -119,20 +119,20 @@ def rooted(
     system = System(nranks)
 
     def moves(src: int, dst: int, number: int) -> bool:
-        return (src if falls else dst) == 0 or (number == 0 and greets)
+        return (src if broadcasts else dst) == 0 or (number == 0 and hellos)
 
     for rank in range(nranks):
         for number in range(2):
             thread = system.thread(rank, f"thread {number}")
             for launch in range(launches):
-                bank = launch % banks
-                thread.begin(launch, bank)
+                parity = launch % halves
+                thread.begin(launch, parity)
                 for dst in ((rank + d) % nranks for d in range(1, nranks)):
                     if moves(rank, dst, number):
-                        thread.store(place(dst, rank, bank, number, 0), 0)
+                        thread.store(packet_cell(dst, rank, parity, number, 0), 0)
                 for src in range(nranks):
                     if src != rank and moves(src, rank, number):
-                        thread.take(place(rank, src, bank, number, 0), 0)
+                        thread.recv(packet_cell(rank, src, parity, number, 0), 0)
                 thread.end()
     return system
 
@@ -141,8 +141,8 @@ def parts(
     nranks: int,
     counts: Sequence[int],
     *,
-    settles: bool = True,
-    hears: bool = True,
+    awaits_cleared: bool = True,
+    awaits_peers: bool = True,
     uneven: bool = False,
     threads: int = 1,
 ) -> System:
@@ -159,8 +159,8 @@ def parts(
             thread = system.thread(rank, f"thread {number}" if threads > 1 else "")
             first = 0
             for count in counts:
-                mine = count - 1 if uneven and number else count
-                _parts(thread, nranks, first, mine, settles, hears, number)
+                own_count = count - 1 if uneven and number else count
+                _parts(thread, nranks, first, own_count, awaits_cleared, awaits_peers, number)
                 first += count
                 thread.launch = first - 1
                 thread.end()
@@ -168,11 +168,17 @@ def parts(
 
 
 def _parts(
-    thread: Thread, nranks: int, first: int, count: int, settles: bool, hears: bool, slot: int
+    thread: Thread,
+    nranks: int,
+    first: int,
+    count: int,
+    awaits_cleared: bool,
+    awaits_peers: bool,
+    slot: int,
 ) -> None:
     rank = thread.rank
     peers = [peer for peer in range(nranks) if peer != rank]
-    after = [(rank + d) % nranks for d in range(1, nranks)]
+    peers_after = [(rank + d) % nranks for d in range(1, nranks)]
 
     def at(k: int) -> int:
         """Return the half of tile ``k``, which counts as a launch of its own."""
@@ -180,42 +186,42 @@ def _parts(
         return (first + k) % 2
 
     def push(k: int) -> None:
-        bank = at(k)
-        for dst in after:
-            thread.store(place(dst, rank, bank, slot, 0), 0)
+        parity = at(k)
+        for dst in peers_after:
+            thread.store(packet_cell(dst, rank, parity, slot, 0), 0)
 
-    def take(k: int) -> None:
-        bank = at(k)
+    def receive(k: int) -> None:
+        parity = at(k)
         for src in peers:
-            thread.take(place(rank, src, bank, slot, 0), 0)
-        for dst in after:
-            thread.store(place(dst, rank, bank, slot, 1), 0)
+            thread.recv(packet_cell(rank, src, parity, slot, 0), 0)
+        for dst in peers_after:
+            thread.store(packet_cell(dst, rank, parity, slot, 1), 0)
 
     def collect(k: int) -> None:
-        bank = at(k)
+        parity = at(k)
         for src in peers:
-            thread.take(place(rank, src, bank, slot, 1), 0)
+            thread.recv(packet_cell(rank, src, parity, slot, 1), 0)
 
-    def settle(k: int) -> None:
-        bank = at(k)
+    def await_cleared(k: int) -> None:
+        parity = at(k)
         for shot in (0, 1):
             for src in peers:
-                thread.seen_empty(place(rank, src, bank, slot, shot))
+                thread.seen_empty(packet_cell(rank, src, parity, slot, shot))
 
     thread.begin(first, first % 2)
     if count:
         push(0)
-        take(0)
+        receive(0)
     for k in range(1, count):
-        if k == 1:  # this bank, too, may have been used in any way by the launch before
+        if k == 1:  # this half, too, may have been used in any way by the launch before
             thread.begin(first + 1, (first + 1) % 2)
-        elif hears:
+        elif awaits_peers:
             collect(k - 1)
         push(k)
-        if k == 1 or not hears:
+        if k == 1 or not awaits_peers:
             collect(k - 1)
-        if settles:
-            settle(k - 1)
-        take(k)
+        if awaits_cleared:
+            await_cleared(k - 1)
+        receive(k)
     if count:
         collect(count - 1)

@@ -39,7 +39,7 @@ class Rules:
     early: int = 0
     fences: bool = True
     all_free: bool = False
-    meets: bool = True
+    barriers: bool = True
 
 
 def staged(schedule: Schedule, rules: Rules, *, chunks: int, operations: int = 1) -> System:
@@ -91,12 +91,12 @@ class _Streams:
                 self.directions[peer, comes] = self.system.thread(self.main.rank, name)
 
     def run(self, moves: list[ChunkCopy], launch: int) -> None:
-        self.meet(launch)
+        self.barrier(launch)
         self.done.clear()
         self.slots.clear()
         for number, chunk in enumerate(interleave(moves)):
             if chunk.source_rank is not None:
-                self.take(chunk.source_rank)
+                self.recv(chunk.source_rank)
                 if chunk.target_rank is not None:  # the other stream waits for an event of this one
                     event = Cell("an event", self.main.rank, Kind.COUNTER, None)
                     self.directions[chunk.source_rank, True].fence()
@@ -107,7 +107,7 @@ class _Streams:
                         event, launch * len(moves) + number
                     )
             if chunk.target_rank is not None:
-                self.give(chunk.target_rank)
+                self.send_chunk(chunk.target_rank)
         for key, thread in self.directions.items():
             joined = Cell(
                 f"the end of the stream {'from' if key[1] else 'to'} rank {key[0]}",
@@ -121,27 +121,27 @@ class _Streams:
         for cell, number in self.slots.items():  # set_words
             self.main.clear(cell, number)
         self.main.fence()
-        self.meet(launch + 1)
+        self.barrier(launch + 1)
 
-    def meet(self, launch: int) -> None:
+    def barrier(self, launch: int) -> None:
         """Model ``device_barrier``: a launch whose end all streams wait for."""
         rank, nranks = self.main.rank, self.system.nranks
         self.main.begin(launch, launch % 2)
         for thread in self.directions.values():
             thread.begin(launch, -1)
-        if self.rules.meets or launch % 2 == 0:
+        if self.rules.barriers or launch % 2 == 0:
             self.main.fence()
             for peer in (peer for peer in range(nranks) if peer != rank):
-                self.main.store(self.board(peer, rank, launch), launch)
+                self.main.store(self.op_record(peer, rank, launch), launch)
             for peer in (peer for peer in range(nranks) if peer != rank):
-                self.main.wait_for(self.board(rank, peer, launch), launch)
+                self.main.wait_for(self.op_record(rank, peer, launch), launch)
         for thread in (self.main, *self.directions.values()):
             thread.end()
 
-    def give(self, peer: int) -> None:
+    def send_chunk(self, peer: int) -> None:
         thread, rank, k = self.directions[peer, False], self.main.rank, self.done[peer, False]
         if k >= self.stage.nslots + self.rules.early:
-            thread.take(self.word("free", rank, peer, k), k - self.stage.nslots - self.rules.early)
+            thread.recv(self.word("free", rank, peer, k), k - self.stage.nslots - self.rules.early)
         for cell in self.slot(rank, peer, k):
             thread.store(cell, k)
         if self.rules.fences:
@@ -149,9 +149,9 @@ class _Streams:
         thread.store(self.word("ready", peer, rank, k), k)
         self.done[peer, False] += 1
 
-    def take(self, peer: int) -> None:
+    def recv(self, peer: int) -> None:
         thread, rank, k = self.directions[peer, True], self.main.rank, self.done[peer, True]
-        thread.take(self.word("ready", rank, peer, k), k)
+        thread.recv(self.word("ready", rank, peer, k), k)
         for cell in self.slot(peer, rank, k):
             thread.read(cell, k)
             self.slots[cell] = k
@@ -169,9 +169,9 @@ class _Streams:
     def word(self, what: str, dst: int, src: int, k: int) -> Cell:
         return Cell(f"{what} {k % self.stage.nslots} of rank {src}", dst, Kind.PACKET, None)
 
-    def board(self, dst: int, src: int, launch: int) -> Cell:
+    def op_record(self, dst: int, src: int, launch: int) -> Cell:
         return Cell(
-            f"entry {launch % layout.OP_LOG_ENTRIES} of the board for rank {src}",
+            f"entry {launch % layout.OP_LOG_ENTRIES} of the op log for rank {src}",
             dst,
             Kind.WORD,
             None,

@@ -34,25 +34,25 @@ class Rules:
     left: int = 1
     fences: bool = True
     last_heads: bool = True
-    hears: bool = True
+    awaits_peers: bool = True
     entries: int = layout.OP_LOG_ENTRIES
 
 
 def steps(
-    schedule: Schedule, rules: Rules, *, rounds: int = 1, launches: int = 1, banks: int = 2
+    schedule: Schedule, rules: Rules, *, rounds: int = 1, launches: int = 1, halves: int = 2
 ) -> System:
     """Return the model of channel 0; ``rounds``: tiles that a block moves of each chunk."""
     system = System(schedule.nranks)
     for rank, program in enumerate(schedule.channels[0]):
         thread = system.thread(rank)
         for launch in range(launches):
-            thread.begin(launch, launch % banks)
-            block = _Block(thread, rules, schedule.nranks, launch, launch % banks)
+            thread.begin(launch, launch % halves)
+            block = _Block(thread, rules, schedule.nranks, launch, launch % halves)
             block.announce()
             for step in [*program] * rounds:
                 block.walk(step)
             block.clear_fifos()
-            if rules.hears:
+            if rules.awaits_peers:
                 block.hear_peers()
             thread.end()
     return system
@@ -75,7 +75,7 @@ class _Block:
     rules: Rules
     nranks: int
     launch: int
-    bank: int
+    parity: int
     sent: list[int] = field(init=False)  # messages and signals to and from every peer
     taken: list[int] = field(init=False)
     told: list[int] = field(init=False)
@@ -108,10 +108,10 @@ class _Block:
         )
         froms, to = [peer for peer in sources if peer is not None], step.send_peer
         for peer in froms:  # wait_message
-            self.thread.reach(self.tail_of(self.rank, peer), self.taken[peer] + 1)
+            self.thread.reach(self.tail_word(self.rank, peer), self.taken[peer] + 1)
         if to is not None and self.sent[to] >= self.rules.nslots:  # wait_taken
             self.thread.reach(
-                self.head_of(self.rank, to), self.sent[to] - self.rules.nslots + self.rules.left
+                self.head_word(self.rank, to), self.sent[to] - self.rules.nslots + self.rules.left
             )
         for peer in froms:  # move
             for cell in self.slot_of(peer, self.rank, self.taken[peer]):
@@ -121,26 +121,26 @@ class _Block:
                 self.thread.store(cell, self.sent[to])
         for peer in froms:  # tell_taken
             self.taken[peer] += 1
-            self.thread.store(self.head_of(peer, self.rank), self.taken[peer])
+            self.thread.store(self.head_word(peer, self.rank), self.taken[peer])
         if to is not None:
             if self.rules.fences:
                 self.thread.fence()
             self.sent[to] += 1
-            self.thread.store(self.tail_of(to, self.rank), self.sent[to])
+            self.thread.store(self.tail_word(to, self.rank), self.sent[to])
 
     def clear_fifos(self) -> None:
         for peer in self.peers:
             if self.taken[peer]:
                 if not self.rules.reads:
                     self.clear_slots(peer, self.rank, self.taken[peer])
-                self.thread.clear(self.tail_of(self.rank, peer))
+                self.thread.clear(self.tail_word(self.rank, peer))
             if self.heard[peer]:
                 self.thread.clear(self.signals_of(self.rank, peer))
         for peer in self.peers:
             if self.sent[peer]:
                 if self.rules.last_heads:
-                    self.thread.reach(self.head_of(self.rank, peer), self.sent[peer])
-                self.thread.clear(self.head_of(self.rank, peer))
+                    self.thread.reach(self.head_word(self.rank, peer), self.sent[peer])
+                self.thread.clear(self.head_word(self.rank, peer))
                 if self.rules.reads:
                     self.clear_slots(self.rank, peer, self.sent[peer])
 
@@ -151,29 +151,29 @@ class _Block:
 
     def announce(self) -> None:
         for peer in self.peers:
-            self.thread.store(self.board(peer, self.rank), self.launch)
+            self.thread.store(self.op_record(peer, self.rank), self.launch)
 
     def hear_peers(self) -> None:
         for peer in self.peers:
-            self.thread.wait_for(self.board(self.rank, peer), self.launch)
+            self.thread.wait_for(self.op_record(self.rank, peer), self.launch)
 
     def slot_of(self, sender: int, receiver: int, message: int) -> list[Cell]:
-        name = f"slot {message % self.rules.nslots} of the FIFO from rank {sender} to rank {receiver}, bank {self.bank}"
+        name = f"slot {message % self.rules.nslots} of the FIFO from rank {sender} to rank {receiver}, half {self.parity}"
         owner = sender if self.rules.reads else receiver
-        return [Cell(f"{name}, half {half}", owner, Kind.BUFFER, self.bank) for half in HALVES]
+        return [Cell(f"{name}, half {half}", owner, Kind.BUFFER, self.parity) for half in HALVES]
 
-    def tail_of(self, dst: int, src: int) -> Cell:
-        return Cell(f"tail from rank {src}, bank {self.bank}", dst, Kind.COUNTER, self.bank)
+    def tail_word(self, dst: int, src: int) -> Cell:
+        return Cell(f"tail from rank {src}, half {self.parity}", dst, Kind.COUNTER, self.parity)
 
-    def head_of(self, dst: int, src: int) -> Cell:
-        return Cell(f"head from rank {src}, bank {self.bank}", dst, Kind.COUNTER, self.bank)
+    def head_word(self, dst: int, src: int) -> Cell:
+        return Cell(f"head from rank {src}, half {self.parity}", dst, Kind.COUNTER, self.parity)
 
     def signals_of(self, dst: int, src: int) -> Cell:
-        return Cell(f"signals of rank {src}, bank {self.bank}", dst, Kind.COUNTER, self.bank)
+        return Cell(f"signals of rank {src}, half {self.parity}", dst, Kind.COUNTER, self.parity)
 
-    def board(self, dst: int, src: int) -> Cell:
+    def op_record(self, dst: int, src: int) -> Cell:
         return Cell(
-            f"entry {self.launch % self.rules.entries} of the board for rank {src}",
+            f"entry {self.launch % self.rules.entries} of the op log for rank {src}",
             dst,
             Kind.WORD,
             None,

@@ -12,7 +12,7 @@ from miraccl.schedule.algos import double_binary_tree
 from miraccl.schedule.algos.double_binary_tree import TreePosition
 from miraccl.types import Collective
 
-from .chain import greet, hear_greetings
+from .chain import send_hellos, await_hellos
 from .program import Cell, Kind, System, Thread
 
 
@@ -20,15 +20,15 @@ def trees(
     collective: Collective,
     nranks: int,
     *,
-    pieces: int,
+    tiles: int,
     nslots: int,
     lag: int = 0,
     launches: int = 1,
     which: tuple[int, ...] = (0, 1),
-    settles: bool = True,
+    awaits_cleared: bool = True,
     early: int = 0,
-    greets: bool = True,
-    banks: int = 2,
+    hellos: bool = True,
+    halves: int = 2,
 ) -> System:
     """Return the model of the trees ``which``; the options weaken it.
 
@@ -41,36 +41,36 @@ def trees(
         for tree in which:
             thread = system.thread(rank, f"tree {tree}" if len(which) > 1 else "")
             one_way = collective is not Collective.ALL_REDUCE
-            greeting = one_way and greets and tree == which[0]
+            greeting = one_way and hellos and tree == which[0]
             for launch in range(launches):
-                bank = launch % banks
-                thread.begin(launch, bank)
+                parity = launch % halves
+                thread.begin(launch, parity)
                 if greeting:
-                    greet(thread, nranks, bank)
+                    send_hellos(thread, nranks, parity)
                 warp = _Warp(
                     thread,
                     tree,
-                    [place[tree] for place in places],
+                    [packet_cell[tree] for packet_cell in places],
                     collective,
-                    bank,
-                    pieces,
+                    parity,
+                    tiles,
                     nslots,
                     lag,
                 )
-                for j in range(pieces + lag):
+                for j in range(tiles + lag):
                     if one_way and j >= nslots + early:
                         warp.wait_room(j + 1 - nslots - early)
-                    warp.rise(j)
-                    warp.fall(j)
-                    if pieces > nslots and j + nslots < pieces + lag:
-                        if settles:
-                            warp.settle(j)
+                    warp.send_up(j)
+                    warp.send_down(j)
+                    if tiles > nslots and j + nslots < tiles + lag:
+                        if awaits_cleared:
+                            warp.await_cleared(j)
                         if one_way:
                             warp.tell_room(j)
-                if one_way and pieces > nslots:
+                if one_way and tiles > nslots:
                     warp.clear_acks()
                 if greeting:
-                    hear_greetings(thread, nranks, bank)
+                    await_hellos(thread, nranks, parity)
                 thread.end()
     return system
 
@@ -83,8 +83,8 @@ class _Warp:
     tree: int
     places: list[TreePosition]
     collective: Collective
-    bank: int
-    pieces: int
+    parity: int
+    tiles: int
     nslots: int
     lag: int
 
@@ -96,33 +96,33 @@ class _Warp:
             self.collective is not Collective.REDUCE,
         )
 
-    def rise(self, j: int) -> None:
+    def send_up(self, j: int) -> None:
         """Receive tile ``j`` of the children and send it to the parent."""
-        if not self.rises or j >= self.pieces:
+        if not self.rises or j >= self.tiles:
             return
         for c, _ in enumerate(self.down):
-            self.thread.take(self.source_place(self.rank, j, f"child {c}"), j)
+            self.thread.recv(self.source_place(self.rank, j, f"child {c}"), j)
         if self.up is not None:
             self.thread.store(self.source_place(self.up, j, f"child {self.child}"), j)
 
-    def fall(self, j: int) -> None:
+    def send_down(self, j: int) -> None:
         """Receive tile ``j - lag`` of the parent and send it to the children; the root reflects
         tile
         ``j``.
         """
         k = j if self.up is None else j - self.lag
-        if not self.falls or not 0 <= k < self.pieces:
+        if not self.falls or not 0 <= k < self.tiles:
             return
         if self.up is not None:
-            self.thread.take(self.source_place(self.rank, k, "parent"), k)
+            self.thread.recv(self.source_place(self.rank, k, "parent"), k)
         for peer in self.down:
             self.thread.store(self.source_place(peer, k, "parent"), k)
 
-    def settle(self, j: int) -> None:
-        if self.rises and j < self.pieces:
+    def await_cleared(self, j: int) -> None:
+        if self.rises and j < self.tiles:
             for c, _ in enumerate(self.down):
                 self.thread.seen_empty(self.source_place(self.rank, j, f"child {c}"))
-        if self.falls and self.up is not None and 0 <= j - self.lag < self.pieces:
+        if self.falls and self.up is not None and 0 <= j - self.lag < self.tiles:
             self.thread.seen_empty(self.source_place(self.rank, j - self.lag, "parent"))
 
     def wait_room(self, taken: int) -> None:
@@ -135,18 +135,18 @@ class _Warp:
 
     def tell_room(self, j: int) -> None:
         if self.falls and self.up is not None:
-            self.thread.store(self.ack_place(self.up, self.child), j + 1)
+            self.thread.store(self.ack_word(self.up, self.child), j + 1)
         if self.rises:
             for peer in self.down:
-                self.thread.store(self.ack_place(peer, 0), j + 1)
+                self.thread.store(self.ack_word(peer, 0), j + 1)
 
     def acks(self) -> Iterator[Cell]:
         """Return the acks of the ranks that this warp sends to."""
         if self.rises and self.up is not None:
-            yield self.ack_place(self.rank, 0)
+            yield self.ack_word(self.rank, 0)
         if self.falls:
             for c, _ in enumerate(self.down):
-                yield self.ack_place(self.rank, c)
+                yield self.ack_word(self.rank, c)
 
     @property
     def child(self) -> int:
@@ -155,13 +155,16 @@ class _Warp:
 
     def source_place(self, dst: int, k: int, source: str) -> Cell:
         return Cell(
-            f"slot {k % self.nslots} of bank {self.bank}, tree {self.tree}, from {source}",
+            f"slot {k % self.nslots} of half {self.parity}, tree {self.tree}, from {source}",
             dst,
             Kind.PACKET,
-            self.bank,
+            self.parity,
         )
 
-    def ack_place(self, dst: int, receiver: int) -> Cell:
+    def ack_word(self, dst: int, receiver: int) -> Cell:
         return Cell(
-            f"ack {receiver} of bank {self.bank}, tree {self.tree}", dst, Kind.COUNTER, self.bank
+            f"ack {receiver} of half {self.parity}, tree {self.tree}",
+            dst,
+            Kind.COUNTER,
+            self.parity,
         )
