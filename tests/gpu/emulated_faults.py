@@ -88,7 +88,7 @@ def alone(how: str) -> str:
         me.comm.barrier(stream=0)
         me.synchronize()
         if me.rank == 0:
-            stay_until_told(me)
+            exit_is_reported(me)
             return ""
         messages: Any = me.comm._device._messages  # type: ignore[union-attr]
         if how == "timeout":  # only now: compilers run before the barrier
@@ -97,16 +97,16 @@ def alone(how: str) -> str:
         if how == "abort":
             threading.Timer(0.2, me.comm._device.abort if me.comm._device else print).start()
         answer = outcome(me)
-        stay_until_told(me)
+        exit_is_reported(me)
         return answer
 
 
-def stay_until_told(me: Rank) -> None:
+def exit_is_reported(me: Rank) -> None:
     """Ranks that wait for a leaving rank get that error before their deadline."""
     me.comm._core.session.barrier("told")
 
 
-def never_comes() -> dict[str, Any]:
+def absent_rank() -> dict[str, Any]:
     """The last rank skips the second operation. Only rank 0 has a short deadline."""
     with rank(timeout=600.0) as me:
         x, last = me.put(np.ones(1000)), me.nranks - 1
@@ -132,7 +132,7 @@ def never_comes() -> dict[str, Any]:
         return {"type": "none"}
 
 
-def waits_for_one_that_leaves(what: str) -> dict[str, Any]:
+def waits_for_exiting_rank(what: str) -> dict[str, Any]:
     """Rank 1 finalizes while the others wait for it. No deadline passes."""
     with rank(timeout=600.0) as me:
         x = me.put(np.ones(1_000_000))  # more than the rings take
@@ -195,7 +195,7 @@ def left_by_an_exception() -> bool:
             return True
 
 
-def unheard_of() -> str:
+def deadline_before_close() -> str:
     """A deadline that passes after the last call is raised when the communicator is closed."""
     with session() as world:
         me = Rank(world, 30.0)
@@ -206,7 +206,7 @@ def unheard_of() -> str:
             messages._comm_args = dataclasses.replace(messages._comm_args, timeout_ns=int(0.3e9))
             me.comm.recv(me.zeros(100), 0, stream=0)
             me.cuda.cuCtxSynchronize()
-        stay_until_told(me)
+        exit_is_reported(me)
         try:
             me.comm.finalize()
         except MiracclError as error:
@@ -255,7 +255,7 @@ def ready_for_copies() -> Iterator[tuple[Rank, DeviceCommunicator, Any, Any]]:
         yield me, device, x, out
 
 
-def never_comes_to_copies() -> dict[str, Any]:
+def absent_from_copies() -> dict[str, Any]:
     """Rank 1 skips copies through staging memory; rank 0's GPU waits for them unobserved."""
     with ready_for_copies() as (me, device, x, out):
         device._engines._comm_args = dataclasses.replace(
@@ -268,22 +268,22 @@ def never_comes_to_copies() -> dict[str, Any]:
                 me.cuda.cuCtxSynchronize()
                 me.comm.barrier(stream=0)
             else:
-                stay_until_told(me)
+                exit_is_reported(me)
                 me.synchronize()
         except MiracclError as error:
             return told_by(error)
         finally:
             if me.rank == 0:
-                stay_until_told(me)
+                exit_is_reported(me)
         return {"type": "none"}
 
 
-def copies_stop(captured: bool) -> dict[str, Any]:
+def stopped_before_copies(captured: bool) -> dict[str, Any]:
     """All ranks pass the barrier of staged copies, and rank 1 stops before it enqueues its own."""
     from miraccl.executor.cuda import staged_copies
 
     with ready_for_copies() as (me, device, x, out):
-        stay_until_told(me)
+        exit_is_reported(me)
 
         def stands(*_: Any) -> None:
             while not device.faults.broken:
@@ -307,11 +307,11 @@ def copies_stop(captured: bool) -> dict[str, Any]:
         except MiracclError as error:
             return told_by(error)
         finally:
-            stay_until_told(me)
+            exit_is_reported(me)
         return {"type": "none"}
 
 
-def differs_at_the_end(how: str) -> dict[str, Any]:
+def mismatch_at_the_end(how: str) -> dict[str, Any]:
     """The last operation differs on rank 1 without anybody waiting; only ``how`` is called after
     it.
     """
@@ -320,10 +320,10 @@ def differs_at_the_end(how: str) -> dict[str, Any]:
         for op in (RedOp.SUM, RedOp.MAX):
             me.comm.all_reduce(x, op=op, stream=0)
             me.synchronize()
-        stay_until_told(me)
+        exit_is_reported(me)
         me.comm.all_reduce(x, op=RedOp.MAX if me.rank == 1 else RedOp.SUM, stream=0)
         me.cuda.cuCtxSynchronize()
-        stay_until_told(me)
+        exit_is_reported(me)
         try:
             me.comm.synchronize() if how == "synchronize" else me.comm.finalize()
         except MiracclError as error:
@@ -331,7 +331,7 @@ def differs_at_the_end(how: str) -> dict[str, Any]:
         return {"type": "none"}
 
 
-def unlike_messages(case: str) -> dict[str, Any]:
+def mismatched_messages(case: str) -> dict[str, Any]:
     """Ranks call different operations, some of them messages, between valid ones. No deadline
     passes.
     """
@@ -384,21 +384,21 @@ def unlike_messages(case: str) -> dict[str, Any]:
                 scatter(value, 1)
                 comm.all_reduce(all_ones, stream=0)
             me.synchronize()
-            stay_until_told(me)
+            exit_is_reported(me)
             calls[case]()
             for value in (200, 300):
                 scatter(value, 1)
             me.synchronize()
-            stay_until_told(me)
+            exit_is_reported(me)
             comm.finalize()
         except MiracclError as error:
             with contextlib.suppress(MiracclError):
-                stay_until_told(me)
+                exit_is_reported(me)
             return told_by(error)
         return {"type": "none"}
 
 
-def wait_for_one_another(case: str) -> dict[str, Any]:
+def message_deadlocks(case: str) -> dict[str, Any]:
     """Each rank waits for the next one in a cycle, in ungrouped calls, after valid ones. No
     deadline
     passes.
@@ -409,7 +409,7 @@ def wait_for_one_another(case: str) -> dict[str, Any]:
         after, before = (mine + 1) % n, (mine - 1) % n
         comm.sendrecv(small, after, me.zeros(10), before, stream=0)
         me.synchronize()
-        stay_until_told(me)
+        exit_is_reported(me)
         calls: dict[str, Callable[[], Any]] = {
             "recv": lambda: (comm.recv(small, before, stream=0), comm.send(small, after, stream=0)),
             "send": lambda: (comm.send(large, after, stream=0), comm.recv(large, before, stream=0)),
@@ -419,12 +419,12 @@ def wait_for_one_another(case: str) -> dict[str, Any]:
             me.synchronize()
         except MiracclError as error:
             with contextlib.suppress(MiracclError):
-                stay_until_told(me)
+                exit_is_reported(me)
             return told_by(error)
         return {"type": "none"}
 
 
-def in_different_calls(cases: Sequence[str]) -> list[dict[str, Any]]:
+def deadlocks_in_different_calls(cases: Sequence[str]) -> list[dict[str, Any]]:
     """Ranks block on each other in calls that kernels do not compare; return the error of each
     case.
 
@@ -479,7 +479,7 @@ def _in_different_calls(me: Rank, case: str) -> dict[str, Any]:
     return {"type": "none"}
 
 
-def works_that_end() -> list[float]:
+def completed_work() -> list[float]:
     """Rank 0 waits on its host for completed GPU work, in front of operations that wait for rank 1.
 
     Rank 1 waits for rank 0 on the CPU; rank 0 continues after several probes of its peers.
@@ -517,7 +517,7 @@ def works_that_end() -> list[float]:
         return list(y)
 
 
-def told_on_the_cpu() -> dict[str, Any]:
+def reported_on_the_cpu() -> dict[str, Any]:
     """Rank 1 aborts while rank 0 waits on its GPU; a CPU call reports it, and ``finalize`` does not
     repeat it.
     """
@@ -527,22 +527,22 @@ def told_on_the_cpu() -> dict[str, Any]:
         me.synchronize()
         if me.rank == 0:
             me.comm.all_reduce(x, stream=0)
-        stay_until_told(me)
+        exit_is_reported(me)
         if me.rank == 1:
             me.comm.abort("for a test")
-            stay_until_told(me)
+            exit_is_reported(me)
             me.comm.finalize()
             return {"type": "none"}
         try:
             me.comm.barrier()
         except MiracclError as error:
-            stay_until_told(me)
+            exit_is_reported(me)
             me.comm.finalize()
             return told_by(error)
         return {"type": "none"}
 
 
-def comes_after_finalize(case: str) -> dict[str, Any]:
+def call_during_finalize(case: str) -> dict[str, Any]:
     """Rank 0 calls another operation, or none, while the others wait in ``finalize`` with idle
     GPUs.
     """
@@ -552,7 +552,7 @@ def comes_after_finalize(case: str) -> dict[str, Any]:
         comm.all_reduce(three, stream=0)
         comm.gather(one, 1, out=me.zeros(3) if mine == 1 else None, stream=0)
         me.synchronize()
-        stay_until_told(me)
+        exit_is_reported(me)
         device = comm._device
         assert isinstance(device, DeviceCommunicator)
         try:
@@ -570,7 +570,7 @@ def comes_after_finalize(case: str) -> dict[str, Any]:
         return {"type": "none"}
 
 
-def one_more(case: str) -> dict[str, Any]:
+def one_more_call(case: str) -> dict[str, Any]:
     """Rank 1 calls one more operation, which waits for no rank; then all finalize."""
     with rank(timeout=60.0) as me:
         comm, mine = me.comm, me.rank
@@ -580,7 +580,7 @@ def one_more(case: str) -> dict[str, Any]:
             comm.gather(one, 0, out=me.zeros(3) if mine == 0 else None, stream=0)
             comm.broadcast(three, 1, stream=0)
         me.synchronize()
-        stay_until_told(me)
+        exit_is_reported(me)
         calls = {
             "gather": lambda: comm.gather(one, 0, stream=0),
             "scatter": lambda: comm.scatter(three, 1, out=one, stream=0),
@@ -595,7 +595,7 @@ def one_more(case: str) -> dict[str, Any]:
         return {"type": "none"}
 
 
-def comes_late(what: str) -> dict[str, Any]:
+def late_rank(what: str) -> dict[str, Any]:
     """A correct program: rank 1 arrives after rank 0's deadline, unobserved; later kernels have
     ended
     as well.
@@ -617,15 +617,15 @@ def comes_late(what: str) -> dict[str, Any]:
         device._messages._comm_args, device._comm_args = soon, soon
         device._messages._patterns.clear()
         device._drop_launches()
-        stay_until_told(me)
+        exit_is_reported(me)
         if me.rank == 1:
-            stay_until_told(me)
+            exit_is_reported(me)
         for _ in range(3):
             call()
         me.cuda.cuCtxSynchronize()
         if me.rank == 0:
-            stay_until_told(me)
-        stay_until_told(me)
+            exit_is_reported(me)
+        exit_is_reported(me)
         try:
             me.synchronize()
         except MiracclError as error:
@@ -633,7 +633,7 @@ def comes_late(what: str) -> dict[str, Any]:
         return {"type": "none"}
 
 
-def fails_when_others_are_ready() -> dict[str, Any]:
+def setup_fails_last() -> dict[str, Any]:
     """Rank 1's driver fails the last step of the GPU setup. No deadline passes."""
     with session() as world:
         me = Rank(world, 600.0)
@@ -646,6 +646,6 @@ def fails_when_others_are_ready() -> dict[str, Any]:
         except MiracclError as error:
             return told_by(error)
         finally:
-            stay_until_told(me)
+            exit_is_reported(me)
             me.comm.finalize()
         return {"type": "none"}

@@ -53,7 +53,7 @@ class Rank:
         if not offset:
             return FakeArray(self.cuda, array)
         whole = place(self.cuda, np.concatenate([np.zeros(offset, dtype), array]))
-        return Part(whole.slice(offset, array.size), array.dtype)
+        return ArraySlice(whole.slice(offset, array.size), array.dtype)
 
     def zeros(self, count: int, dtype: str = "float32") -> Any:
         return self.put(np.full(count, 77), dtype)
@@ -66,7 +66,7 @@ class Rank:
         self.comm._device.synchronize()
 
 
-class Part:
+class ArraySlice:
     """Array at an offset in an allocation."""
 
     def __init__(self, memory: Any, dtype: Any, **said: Any) -> None:
@@ -82,7 +82,7 @@ class Part:
     __cuda_array_interface__: Any = None  # the class is asked first
 
 
-class Without:
+class FreedArray:
     """Array whose memory was freed; ``said`` replaces entries of its interface."""
 
     def __init__(self, array: FakeArray, address: int | None = 0, **said: Any) -> None:
@@ -93,7 +93,7 @@ class Without:
     __cuda_array_interface__: Any = None
 
 
-class OnlyDlpack:
+class DlpackOnlyArray:
     """Array that offers only DLPack, as of dlpack.h before 1.0; records the requested streams."""
 
     def __init__(self, memory: Any) -> None:
@@ -134,7 +134,7 @@ class OnlyDlpack:
         return sum(count > alone + 1 for count in counts)  # one for ``capsules``
 
 
-class Immutable(OnlyDlpack):
+class Immutable(DlpackOnlyArray):
     """Immutable array, like JAX's."""
 
     __module__ = "jaxlib.pretended"
@@ -148,7 +148,7 @@ def rank(timeout: float = 120.0, make: Any = Rank) -> Iterator[Rank]:
         me.comm.finalize()
 
 
-class SparingRank(Rank):
+class CtaPolicyRank(Rank):
     """Rank whose communicator uses few multiprocessors for large operations."""
 
     def __init__(self, world: Any, timeout: float) -> None:
@@ -158,9 +158,9 @@ class SparingRank(Rank):
         )
 
 
-def sparing() -> None:
+def cta_policy() -> None:
     """The CTA policy applies to the GPU side of a communicator and of its splits."""
-    with rank(make=SparingRank) as me:
+    with rank(make=CtaPolicyRank) as me:
         part = me.comm.split(0)
         for comm in (me.comm, part):
             assert comm is not None
@@ -349,7 +349,7 @@ def uneven() -> None:
             assert comm.all_gather_v(me.put(me.data(me.rank, mine)), counts, out) is out
             placed = me.zeros(total)
             placed.array[begin : begin + mine] = me.data(me.rank, mine)
-            inner = Part(place_of(placed).slice(begin, mine), placed.array.dtype)
+            inner = ArraySlice(place_of(placed).slice(begin, mine), placed.array.dtype)
             comm.all_gather_v(inner, counts, placed)
             share = me.zeros(mine)
             comm.reduce_scatter_v(me.put(me.data(me.rank, total)), counts, share, RedOp.MAX)
@@ -468,15 +468,15 @@ def background() -> None:
             same(result, np.full(100, value + n - 1))
 
 
-def refusals() -> None:
+def rejections() -> None:
     """Invalid arguments are rejected before anything is sent; the communicator stays usable."""
     with rank() as me:
         comm, x, host = me.comm, me.put(np.ones(4)), np.ones(4, np.float32)
         comm.barrier(stream=0)
         before = me.cuda.launches
 
-        def part(first: int) -> Part:
-            return Part(place_of(x).slice(first, 2), x.array.dtype)
+        def part(first: int) -> ArraySlice:
+            return ArraySlice(place_of(x).slice(first, 2), x.array.dtype)
 
         def grouped(call: Callable[[], Any]) -> None:
             with miraccl.group():
@@ -539,25 +539,25 @@ def refusals() -> None:
                 lambda: comm.all_reduce(me.put([1], "int64"), op=PreMulSum(1 << 63)),
                 "of PreMulSum is not a value of int64",
             ),
-            (lambda: comm.all_reduce(Without(x)), "all_reduce: x has 4 elements, but no memory"),
+            (lambda: comm.all_reduce(FreedArray(x)), "all_reduce: x has 4 elements, but no memory"),
             (
-                lambda: comm.all_reduce(x, Without(x)),
+                lambda: comm.all_reduce(x, FreedArray(x)),
                 "all_reduce: out has 4 elements, but no memory",
             ),
             (
-                lambda: comm.sendrecv(x, 0, Without(x), 0),
+                lambda: comm.sendrecv(x, 0, FreedArray(x), 0),
                 "sendrecv: out has 4 elements, but no memory",
             ),
             (
-                lambda: grouped(lambda: comm.broadcast(Without(x))),
+                lambda: grouped(lambda: comm.broadcast(FreedArray(x))),
                 "broadcast: x has 4 elements, but no memory",
             ),
             (
-                lambda: comm.all_reduce(Without(x, None)),
+                lambda: comm.all_reduce(FreedArray(x, None)),
                 "all_reduce: x has 4 elements, but no memory",
             ),
             (
-                lambda: comm.all_reduce(Without(x, data=None)),
+                lambda: comm.all_reduce(FreedArray(x, data=None)),
                 "__cuda_array_interface__ whose data is None",
             ),
             (lambda: comm.all_gather_v(x, [1] * me.nranks, x), "x has 4 elements, but needs 1"),
@@ -583,7 +583,7 @@ def refusals() -> None:
             assert not seen(comm.empty(count, "int8", device="cuda").miraccl_view).any()
 
 
-def refused_when_prepared() -> None:
+def rejected_when_prepared() -> None:
     """Persistent and grouped operations reject the same arguments as direct calls, on CPU memory
     and
     on GPUs.
@@ -640,7 +640,7 @@ def refused_when_prepared() -> None:
                 getattr(comm, name)(*there)
         whole = me.put(np.ones(4 * n))
         part, never = (
-            Part(place_of(whole).slice(1, 4), whole.array.dtype),
+            ArraySlice(place_of(whole).slice(1, 4), whole.array.dtype),
             Immutable(place_of(whole)),
         )
         for call, words in (
@@ -722,7 +722,7 @@ def one_rank() -> None:
             same(out, np.full(5, want))
 
 
-def operators_again() -> None:
+def equal_operators() -> None:
     """Launches of one operator are not used for another of equal value; a scalar is read at the
     call.
     """
@@ -787,8 +787,8 @@ def alone_with_capsules() -> None:
         def wait() -> None:
             assert gate.wait(30)
 
-        x, out, last = (OnlyDlpack(me.put(np.full(9, value)).memory) for value in (1, 2, 3))
-        empty = OnlyDlpack(me.put([]).memory)
+        x, out, last = (DlpackOnlyArray(me.put(np.full(9, value)).memory) for value in (1, 2, 3))
+        empty = DlpackOnlyArray(me.put([]).memory)
         me.comm.all_reduce(empty, empty)
         me.comm.all_reduce(x, x)
         assert not empty.held() + x.held()  # nothing is to be done
@@ -814,7 +814,7 @@ def on_another_gpu() -> None:
         comm.barrier(stream=0)
         here, there = me.rank, me.rank + 1
         me.cuda.placed[far.memory.address] = there
-        packed = OnlyDlpack(far.memory)
+        packed = DlpackOnlyArray(far.memory)
         before = me.cuda.launches
         for call, name in (
             (lambda: comm.all_reduce(far), "all_reduce: x"),
@@ -1001,7 +1001,7 @@ def only_dlpack() -> None:
     """Arrays of other libraries; immutable ones need a separate result array."""
     with rank() as me:
         comm, n = me.comm, me.nranks
-        x = OnlyDlpack(me.put(np.full(9, me.rank + 1)).memory)
+        x = DlpackOnlyArray(me.put(np.full(9, me.rank + 1)).memory)
         comm.all_reduce(x)
         stream = me.cuda.make_stream()
         comm.broadcast(x, 0, stream=stream)
@@ -1018,7 +1018,7 @@ def only_dlpack() -> None:
         same(x, np.full(9, (me.rank - 1) % n + 1))
 
 
-def several_in_threads() -> list[int]:
+def communicators_in_threads() -> list[int]:
     """Return the waits that large operations of three communicators add to their streams, one of
     them
     created in another thread.
@@ -1143,7 +1143,7 @@ def in_streams_that_end() -> None:
         del sys.modules["cupy"]
 
 
-class Cupys(FakeArray):
+class CupyArray(FakeArray):
     """CuPy array."""
 
     def __init__(self, cuda: EmulatedCuda, array: np.ndarray) -> None:
@@ -1165,10 +1165,11 @@ def beside_torch() -> None:
         )
         vars(sys)["modules"] |= {
             "torch": torch,
-            "cupy": types.SimpleNamespace(cuda=current, ndarray=Cupys),
+            "cupy": types.SimpleNamespace(cuda=current, ndarray=CupyArray),
         }
         x, other, out = (
-            kind(me.cuda, np.full(9, me.rank + 1, np.float32)) for kind in (Cupys, FakeArray, Cupys)
+            kind(me.cuda, np.full(9, me.rank + 1, np.float32))
+            for kind in (CupyArray, FakeArray, CupyArray)
         )
         prepared = comm.all_reduce_init(x, op=RedOp.MAX)
         device: Any = comm._device
@@ -1266,7 +1267,7 @@ def as_threads(nranks: int) -> None:
             me.rank,
         )
         if me.rank % 2:
-            cuda.choose(me.rank)
+            cuda.set_current(me.rank)
         stream, count = cuda.make_stream(), 1000
         everybody = np.concatenate([me.data(r, count) for r in range(n)])
         window = comm.empty(count * n, "float32", device=f"cuda:{me.rank}")
@@ -1317,7 +1318,7 @@ def _with_another_gpu_current(me: Rank) -> None:
         me.cuda.make_stream(),
         me.cuda.streams.legacy[context_of(me.rank)],
         [],
-        me.cuda.choose(7),
+        me.cuda.set_current(7),
     )
 
     def in_group() -> None:
@@ -1344,7 +1345,7 @@ def _with_another_gpu_current(me: Rank) -> None:
         lambda: comm.explain("reduce", 99, device=f"cuda:{me.rank}"),
         in_group,
         lambda: comm.all_reduce(
-            Part(place_of(x), x.array.dtype, stream=beside), out
+            ArraySlice(place_of(x), x.array.dtype, stream=beside), out
         ),  # which a producer has in another stream
         in_background,
         comm.synchronize,

@@ -259,7 +259,7 @@ class FakeCuda:
         """Make ``Gpu`` of this process use this driver."""
         vars(driver).update(bindings=lambda name: self, pointer_attribute=self.pointer_attribute)
         if self.home:  # one of GPU 0 need not have done anything yet
-            self.choose(self.home)
+            self.set_current(self.home)
         return self
 
     @property
@@ -271,7 +271,7 @@ class FakeCuda:
     def home(self, ordinal: int) -> None:
         self._threads.home = ordinal
 
-    def choose(self, ordinal: int) -> int:
+    def set_current(self, ordinal: int) -> int:
         """Make a GPU's context current in this thread, as an application does."""
         context = self.cuDevicePrimaryCtxRetain(ordinal)[1]
         self.cuCtxSetCurrent(context)
@@ -764,7 +764,7 @@ def seen(memory: DeviceMemory) -> np.ndarray:
     return array.view(NUMPY_DTYPE[memory.dtype])
 
 
-class FakeLocal:
+class CpuKernels:
     """``runtime.gpu.DeviceCommunicator`` without kernels: streams call a CPU communicator."""
 
     def __init__(

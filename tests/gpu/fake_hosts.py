@@ -45,7 +45,7 @@ from miraccl.schedule.interpret import expected_outputs
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu.emulated_cuda import EmulatedCuda
-from tests.gpu.fake_cuda import FakeArray, FakeCuda, FakeLocal, place, seen
+from tests.gpu.fake_cuda import CpuKernels, FakeArray, FakeCuda, place, seen
 from tests.gpu.fake_ranks import session
 from tests.runtime.pair_ranks import await_two, status_queries
 
@@ -71,7 +71,7 @@ class World:
         if kernels:
             self.cuda = EmulatedCuda(home=world.rank).install()
         else:
-            vars(several)["DeviceCommunicator"] = FakeLocal
+            vars(several)["DeviceCommunicator"] = CpuKernels
             self.cuda = FakeCuda(home=world.rank).install()
         names = [f"host {letter}" for letter in hosts]
         if apart:
@@ -562,7 +562,7 @@ def graphs(hosts: str, apart: bool) -> None:
         w.finish()
 
 
-def again(hosts: str, kernels: bool) -> None:
+def repeated_operations(hosts: str, kernels: bool) -> None:
     """Small repeated operations run as graphs in two streams, among others."""
     with session() as world:
         w = World(world, hosts, kernels=kernels, apart=not kernels)
@@ -704,7 +704,7 @@ def public_way() -> None:
         assert prepared() is x
         comm.synchronize()
         assert (x.array == 3).all()
-        chosen = cuda.choose(7)
+        chosen = cuda.set_current(7)
         for call in (
             prepared,
             lambda: comm.all_reduce(x, op=RedOp.MAX),
@@ -799,7 +799,7 @@ def driver_fails(hosts: str, apart: bool) -> str:
         return _fault(w, x, (SystemFailure,))
 
 
-def kernel_waits_in_vain(hosts: str) -> str:
+def kernel_deadline(hosts: str) -> str:
     """A kernel of rank 3 exceeds its deadline while it waits for the first rank of its host."""
     with session() as world:
         w = World(world, hosts)
@@ -810,7 +810,7 @@ def kernel_waits_in_vain(hosts: str) -> str:
         return _fault(w, x, (CollectiveTimeout,))
 
 
-def lonely(hosts: str, apart: bool, sends: bool) -> str:
+def waits_alone(hosts: str, apart: bool, sends: bool) -> str:
     """Rank 0 waits alone until the deadline."""
     with session() as world:
         w = World(world, hosts, apart=apart, timeout=0.5)
@@ -821,7 +821,7 @@ def lonely(hosts: str, apart: bool, sends: bool) -> str:
         return _fault(w, x, (MiracclError,))
 
 
-def differing(hosts: str, apart: bool) -> str:
+def mismatched_operators(hosts: str, apart: bool) -> str:
     """The ranks of the first host add, the others take the maximum."""
     with session() as world:
         w = World(world, hosts, apart=apart)
@@ -833,7 +833,7 @@ def differing(hosts: str, apart: bool) -> str:
         return _fault(w, x, (CollectiveMismatch,))
 
 
-def differing_in_counts(hosts: str, apart: bool, count: int) -> str:
+def mismatched_counts(hosts: str, apart: bool, count: int) -> str:
     """The ranks of the first host add 4 elements more."""
     with session() as world:
         w = World(world, hosts, apart=apart)
@@ -845,7 +845,9 @@ def differing_in_counts(hosts: str, apart: bool, count: int) -> str:
         return _fault(w, x, (CollectiveMismatch,))
 
 
-def in_different_calls(hosts: str, cases: Sequence[str], kernels: bool = False) -> list[str]:
+def deadlocks_in_different_calls(
+    hosts: str, cases: Sequence[str], kernels: bool = False
+) -> list[str]:
     """Ranks of several hosts block on each other in calls that no message compares; return each
     error.
     """
@@ -897,7 +899,7 @@ def _in_different_calls(w: World, case: str) -> str:
     return _fault(w, x, (CollectiveMismatch,))
 
 
-def against_the_cpu(
+def gpu_and_cpu_calls(
     hosts: str, calls: Sequence[tuple[str, str]], kernels: bool = False
 ) -> list[str]:
     """Rank 1 calls a CPU operation and the others a GPU one, or vice versa; return each pair of
@@ -943,7 +945,7 @@ def against_the_cpu(
     return errors
 
 
-def late(hosts: str) -> None:
+def late_rank(hosts: str) -> None:
     """Rank 0 is late, its application or its stream, until the others have probed it twice."""
     detector.FIRST_STREAM_PROBE_S = 0.05
     with session() as world:
@@ -968,7 +970,7 @@ def late(hosts: str) -> None:
         w.finish()
 
 
-def stands_still() -> None:
+def stalled_transfer() -> None:
     """A message from rank 0 to rank 1 stalls until others have probed twice.
 
     Rank 2 waits for rank 0's next message, and rank 1, in the same group, for rank 2's.
@@ -1021,7 +1023,7 @@ def _through_python(streams: Any, peer: int, first: int, pause: Callable[[], Non
     threading.Thread(target=carry, daemon=True).start()
 
 
-def unlike_messages(hosts: str, count: int, dtype: DType) -> str:
+def mismatched_messages(hosts: str, count: int, dtype: DType) -> str:
     """Rank 0 sends ``BIG`` float32 after a valid message; rank 1 receives something else."""
     with session() as world:
         w = World(world, hosts, apart=True)
@@ -1035,7 +1037,7 @@ def unlike_messages(hosts: str, count: int, dtype: DType) -> str:
         return _fault(w, x, (CollectiveMismatch,))
 
 
-def unlike_collectives(hosts: str, kernels: bool, case: str) -> str:
+def mismatched_collectives(hosts: str, kernels: bool, case: str) -> str:
     """Ranks call different message collectives, or with different roots or counts, among valid
     ones.
     """
@@ -1094,7 +1096,7 @@ def unlike_collectives(hosts: str, kernels: bool, case: str) -> str:
         return _fault(w, w.zeros(10, DType.FLOAT32), (CollectiveMismatch,))
 
 
-def unlike_at_the_end(hosts: str) -> str:
+def mismatch_at_the_end(hosts: str) -> str:
     """Rank 0 gathers to the last rank, the others to rank 0, then all finalize: messages stay
     unmatched.
     """
@@ -1189,7 +1191,7 @@ def death(hosts: str, apart: bool, sends: bool, kernels: bool = False) -> str:
         return _fault(w, x, (PeerDied,))
 
 
-def leaves(hosts: str, what: str, kernels: bool = False) -> str:
+def exiting_rank(hosts: str, what: str, kernels: bool = False) -> str:
     """The last rank closes and waits for the others, which wait for it in vain."""
     vars(several)["CLOSE_WAIT_S"] = 600.0
     with session() as world:
@@ -1214,7 +1216,7 @@ def leaves(hosts: str, what: str, kernels: bool = False) -> str:
         return ""
 
 
-def told_between_checks() -> str:
+def reported_between_checks() -> str:
     """A call without an error of its own reports a peer's; finalize does not repeat it."""
     with session() as world:
         w = World(world, "AB", kernels=True)
@@ -1233,7 +1235,7 @@ def told_between_checks() -> str:
         return ""
 
 
-def told_by_a_lane_later() -> str:
+def reported_by_a_staging_thread() -> str:
     """A new kind of call reports a broken network before the staging thread does; finalize does not
     repeat it.
     """
@@ -1251,7 +1253,7 @@ def told_by_a_lane_later() -> str:
         return ""
 
 
-def cut(sends: bool) -> str:
+def broken_connection(sends: bool) -> str:
     """The connection that an operation uses breaks between living ranks."""
     with session() as world:
         w = World(world, "AB", apart=True)

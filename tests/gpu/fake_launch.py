@@ -48,7 +48,7 @@ class Driver:
         ctypes.c_int32.from_address(out).value = int(stream in self.capturing)
         return 0
 
-    def questions(self) -> tuple[int, int]:
+    def function_addresses(self) -> tuple[int, int]:
         """Return the addresses of cuPointerGetAttribute and cuStreamIsCapturing."""
         first, second = (
             ctypes.cast(function, ctypes.c_void_p).value

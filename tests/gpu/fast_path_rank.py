@@ -65,7 +65,7 @@ class FastPathRank:
         self.fast_path.detect_array_types()
         self.fast_path.stream = 0
         self.driver = Driver()
-        self.fast_path.set_driver_functions(*self.driver.questions())
+        self.fast_path.set_driver_functions(*self.driver.function_addresses())
         self.calls = {name: self.fast_path.fast_call(name, collects=True) for name in CALLS}
 
     def retain(self, objects: list[Any], stream: int) -> None:

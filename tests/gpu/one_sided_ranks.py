@@ -30,7 +30,7 @@ from miraccl.schedule.steps import (
 )
 from miraccl.types import Collective, RedOp
 from tests.gpu.emulated_faults import outcome
-from tests.gpu.emulated_ranks import Part, Rank, same
+from tests.gpu.emulated_ranks import ArraySlice, Rank, same
 from tests.gpu.fake_ranks import session
 
 COUNT = 20_001
@@ -93,7 +93,7 @@ class OneSided(Rank):
 
     def part(self, window: Any, first: int, values: Any) -> Any:
         """Return these values in a window from element ``first`` on."""
-        part = Part(window.miraccl_view.slice(first, len(values)), np.dtype("float32"))
+        part = ArraySlice(window.miraccl_view.slice(first, len(values)), np.dtype("float32"))
         part.array[:] = values
         return part
 
@@ -150,7 +150,7 @@ def two_shot_put() -> None:
         comm.finalize()
 
 
-def many_places() -> None:
+def many_positions() -> None:
     """Launches belong to window positions, and a bounded number is cached."""
     vars(one_sided)["MOST_PLACES"] = 2
     with session() as world:
@@ -211,7 +211,7 @@ def puts_into_scratch() -> None:
         me.comm.finalize()
 
 
-def other_places() -> str:
+def other_positions() -> str:
     """Rank 1 passes another window position than the others."""
     with session() as world:
         me = OneSided(world, "two_shot_put")

@@ -55,7 +55,7 @@ class Rank:
     def window(self) -> None:
         self.comm.empty(10, device=f"cuda:{self.rank}")
 
-    def told(self, call: Callable[[], Any]) -> dict[str, Any]:
+    def error_of(self, call: Callable[[], Any]) -> dict[str, Any]:
         """Return the error of ``call`` and its duration in seconds."""
         start = time.monotonic()
         try:
@@ -78,7 +78,7 @@ def rank(apart: bool, timeout: float) -> Iterator[Rank]:
         me.comm.finalize()
 
 
-def _at_stages(prefixes: tuple[str, ...], act: Callable[[Deadline], Deadline | None]) -> None:
+def _at_phases(prefixes: tuple[str, ...], act: Callable[[Deadline], Deadline | None]) -> None:
     """Run ``act`` before this rank enters phases with this name prefix; it may replace their
     deadline.
     """
@@ -111,14 +111,14 @@ class Clock:
         return deadline if self._rank == 1 else replace(deadline, at=time.monotonic())
 
     def told(self, me: Rank, call: Callable[[], Any]) -> dict[str, Any]:
-        told = me.told(call)
+        told = me.error_of(call)
         if me.rank != 1:
             self._gather(b"", "told", LIMIT_S)
         self._gather(b"", "seen", LIMIT_S)
         return told
 
 
-def in_stages(apart: bool, what: str) -> dict[str, Any]:
+def deadline_in_phases(apart: bool, what: str) -> dict[str, Any]:
     """The deadline passes in the third phase; return the number of deadlines, and if it is the
     call's.
     """
@@ -143,7 +143,7 @@ def in_stages(apart: bool, what: str) -> dict[str, Any]:
                 else deadline
             )
 
-        _at_stages(("gpu", "fabric", "direct"), third)
+        _at_phases(("gpu", "fabric", "direct"), third)
         cast(Any, FdChannel).take = lambda door, peers, deadline, *more: take(
             door, peers, passed(deadline), *more
         )
@@ -160,7 +160,7 @@ def absent(apart: bool, stage: str) -> dict[str, Any]:
         me.world.timeout = CALL_S
         clock = Clock(me)
         if stage != "door":
-            _at_stages((stage,), clock.pass_at)
+            _at_phases((stage,), clock.pass_at)
         elif me.rank == 1:
             push = FdChannel.send
 
@@ -176,7 +176,7 @@ def absent(apart: bool, stage: str) -> dict[str, Any]:
                 return take(door, peers, clock.pass_at(deadline), *more)
 
             cast(Any, FdChannel).take = take_until
-            _at_stages(("gpu mapped",), clock.pass_at)
+            _at_phases(("gpu mapped",), clock.pass_at)
         return clock.told(me, me.set_up)
 
 
@@ -185,14 +185,14 @@ def fails_alone(apart: bool, call: str) -> list[dict[str, Any]]:
     with rank(apart, 600.0) as me:
         if me.rank == 1:
             me.cuda.refuse.add(call)
-        told = [me.told(me.set_up)]
+        told = [me.error_of(me.set_up)]
         assert not me.cuda.live
         assert not me.cuda.pinned
         x = np.ones(100)
         me.comm.all_reduce(x)
         assert (x == me.nranks).all()
         me.cuda.refuse.clear()
-        return [*told, me.told(me.set_up), me.told(me.window)]
+        return [*told, me.error_of(me.set_up), me.error_of(me.window)]
 
 
 def two_threads(fails: bool) -> tuple[int, list[dict[str, Any]]]:
@@ -220,7 +220,7 @@ def two_threads(fails: bool) -> tuple[int, list[dict[str, Any]]]:
         vars_of.__init__ = begin_slowly
         told: list[dict[str, Any]] = []
         threads = [
-            threading.Thread(target=lambda: told.append(me.told(me.set_up))) for _ in range(2)
+            threading.Thread(target=lambda: told.append(me.error_of(me.set_up))) for _ in range(2)
         ]
         threads[0].start()
         assert inside.wait(LIMIT_S)
@@ -236,9 +236,9 @@ def no_memory() -> list[dict[str, Any]]:
     with rank(False, 600.0) as me:
         if me.rank == 1:
             me.cuda.refuse |= {"cuMemCreate", "cuMemAlloc"}
-        told = me.told(me.set_up)
+        told = me.error_of(me.set_up)
         me.cuda.refuse.clear()
-        return [told, me.told(me.set_up)]
+        return [told, me.error_of(me.set_up)]
 
 
 def no_window(access: bool) -> list[dict[str, Any]]:
@@ -250,19 +250,19 @@ def no_window(access: bool) -> list[dict[str, Any]]:
         me.set_up()
         if me.rank == 1:
             me.cuda.refuse |= {"cuMemCreate", "cuMemAlloc"}
-        told = me.told(me.window)
+        told = me.error_of(me.window)
         me.cuda.refuse.clear()
-        return [told, me.told(me.window)]
+        return [told, me.error_of(me.window)]
 
 
-def dies_at_the_door() -> dict[str, Any]:
+def dies_before_descriptors() -> dict[str, Any]:
     """Rank 1 dies when it should send its descriptors."""
     with session() as world:
         me = Rank(world, False, 600.0)
         if me.rank == 1:
             vars_of: Any = FdChannel
             vars_of.push = lambda *args: os._exit(3)
-        return me.told(me.set_up)
+        return me.error_of(me.set_up)
 
 
 def aborted(stage: str) -> dict[str, Any]:
@@ -275,8 +275,8 @@ def aborted(stage: str) -> dict[str, Any]:
                 thread.start()
                 thread.join(30)
 
-            _at_stages((stage,), abort)
-        return me.told(me.set_up)
+            _at_phases((stage,), abort)
+        return me.error_of(me.set_up)
 
 
 def aborts_late(stage: str) -> dict[str, Any]:
@@ -296,11 +296,11 @@ def aborts_late(stage: str) -> dict[str, Any]:
         if me.rank == 0:
             vars(faults)["set_fault"], vars_of.end = settle_late, end_and_say
             thread = threading.Thread(target=me.comm.abort, args=("for a test",))
-            _at_stages((stage,), lambda _: thread.start())
-        return me.told(me.set_up)
+            _at_phases((stage,), lambda _: thread.start())
+        return me.error_of(me.set_up)
 
 
-def cut_before_the_welcome(which: str) -> dict[str, Any]:
+def cut_before_welcome(which: str) -> dict[str, Any]:
     """Rank 1 is authenticated on a connection and loses rank 0's welcome message."""
     with rank(True, 600.0) as me:
         begin, read, now = PeerStreams.__init__, ConnectRound._read, [""]
@@ -319,4 +319,4 @@ def cut_before_the_welcome(which: str) -> dict[str, Any]:
         streams: Any = PeerStreams
         meeting: Any = ConnectRound
         streams.__init__, meeting._read = named, cut
-        return me.told(me.set_up)
+        return me.error_of(me.set_up)

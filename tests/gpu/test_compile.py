@@ -30,7 +30,7 @@ except MiracclError as error:
     ARCHS, REASON = (), str(error)
 
 pytestmark = pytest.mark.skipif(not ARCHS, reason=f"no NVRTC: {REASON}")
-MOVES = ("all_gather", "all_to_all", "broadcast", "broadcast_chain", "broadcast_tree")
+MOVING_MODES = ("all_gather", "all_to_all", "broadcast", "broadcast_chain", "broadcast_tree")
 
 
 FLOATS = (
@@ -57,7 +57,7 @@ def packets(
     single: bool = False,
     fan: int = 1,
 ) -> KernelSpec:
-    reduces = mode not in MOVES
+    reduces = mode not in MOVING_MODES
     return KernelSpec(
         family="packets",
         mode=mode,
@@ -71,7 +71,7 @@ def packets(
     )
 
 
-def fans(mode: str, dtype: DType, frame: Framing, nranks: int) -> KernelSpec:
+def fanout(mode: str, dtype: DType, frame: Framing, nranks: int) -> KernelSpec:
     """Return a kernel in which neighbouring threads share a packet."""
     return packets(mode, dtype, frame, nranks, single=True, fan=fanout_threads(nranks))
 
@@ -89,7 +89,7 @@ def messages(nranks: int) -> list[KernelSpec]:
     return [rules.kernel_spec(bulk, room) for rules in every for bulk, room in rooms]
 
 
-def few() -> list[KernelSpec]:
+def representative_specs() -> list[KernelSpec]:
     """Return kernels that cover every file, framing and type."""
     found = [packets("two_shot", dtype, frame) for dtype, frame in FRAMES]
     found += [
@@ -101,8 +101,8 @@ def few() -> list[KernelSpec]:
         for dtype, frame in FRAMES[-3:]
     ]
     found += [
-        fans("two_shot", DType.BFLOAT16, Framing.WORD, 4),
-        fans("all_to_all", DType.UINT8, Framing.PAIR, 8),
+        fanout("two_shot", DType.BFLOAT16, Framing.WORD, 4),
+        fanout("all_to_all", DType.UINT8, Framing.PAIR, 8),
     ]
     found += [
         packets("broadcast_chain", DType.UINT8, Framing.MASK),
@@ -120,18 +120,18 @@ def few() -> list[KernelSpec]:
     return [*found, *messages(2)]
 
 
-def many() -> list[KernelSpec]:
+def all_specs() -> list[KernelSpec]:
     """Return kernels that also cover every mode and the maximum number of ranks."""
     found = []
     for mode, files in PACKET_MODES.items():
         frames = (
             ((DType.UINT8, Framing.PAIR), (DType.UINT8, Framing.MASK))
-            if mode in MOVES
+            if mode in MOVING_MODES
             else FRAMES[-3:]
         )
         found += [packets(mode, dtype, frame) for dtype, frame in frames]
         found += (
-            [packets(mode, *frames[0], single=True), fans(mode, *frames[0], 3)]
+            [packets(mode, *frames[0], single=True), fanout(mode, *frames[0], 3)]
             if files is TILED_SHOTS
             else []
         )
@@ -153,14 +153,14 @@ def many() -> list[KernelSpec]:
             family="steps", nranks=8, dtype=DType.FLOAT32, capacity=layout.STEP_CAPACITIES[-1]
         )
     )
-    return [*few(), *found, *messages(8)]
+    return [*representative_specs(), *found, *messages(8)]
 
 
 @pytest.mark.parametrize("arch", [70, 75, 80, 90, 100])
 def test_kernels_compile(arch: int) -> None:
     if arch not in ARCHS:
         pytest.skip(f"NVRTC {'.'.join(map(str, toolkit.version()))} compiles for {ARCHS}")
-    for spec in many() if arch == 90 else few():
+    for spec in all_specs() if arch == 90 else representative_specs():
         cubin = toolkit.compile_cubin(write_source(spec, arch), arch, spec.name)
         assert cubin[:4] == b"\x7fELF", spec.name
     for itemsize in gpu_buffers.WIDTHS:
@@ -199,7 +199,7 @@ def test_shared_memory_is_accessed_with_system_scope() -> None:
 
     Neither the emulator nor several ranks on one GPU could detect this.
     """
-    for spec in few():
+    for spec in representative_specs():
         words = set(MEMORY.findall(ptx(write_source(spec, 90), 90)))
         scoped = {
             word
@@ -218,8 +218,8 @@ def test_every_file_and_family_is_compiled_for_all_architectures() -> None:
         for path in resources.files("miraccl.executor.cuda").joinpath("source").iterdir()
         if path.name.endswith(".cuh")
     }
-    assert {name for spec in few() for name in spec.files} == every
-    assert {spec.family for spec in few()} == set(FAMILIES)
+    assert {name for spec in representative_specs() for name in spec.files} == every
+    assert {spec.family for spec in representative_specs()} == set(FAMILIES)
 
 
 @pytest.mark.parametrize(

@@ -551,7 +551,7 @@ def test_the_driver_provides_the_current_gpu_without_a_library(
     x = FakeArray(cuda, np.ones(4))
     cuda.install()
     assert memory.current_ordinal() == memory.device_ordinal(x) == 3
-    cuda.choose(2)
+    cuda.set_current(2)
     assert (
         memory.current_ordinal(),
         memory.device_ordinal(x),

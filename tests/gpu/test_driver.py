@@ -67,7 +67,7 @@ def test_retained_objects_wait_for_the_gpu_of_their_communicator(
     cuda.streams.legacy[context_of(1)].put(
         lambda: None if gate.wait(30) else pytest.fail("nobody opens the gate")
     )
-    cuda.choose(0)
+    cuda.set_current(0)
     kept.retain([thing], 0)
     del thing
     cuda.streams[0].synchronize()  # of the other GPU

@@ -28,7 +28,14 @@ from miraccl.schedule.steps import inp, one_channel, out, recv_reduce_copy, send
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu import emulator
 from tests.gpu.emulator import Clock, Machine, needs_compiler
-from tests.gpu.emulator.collective import asked, launch_each, machine, run, small, special
+from tests.gpu.emulator.collective import (
+    launch_each,
+    machine,
+    make_request,
+    masked_to_ones,
+    run,
+    small_plan,
+)
 
 pytestmark = needs_compiler
 
@@ -52,9 +59,9 @@ ALL_REDUCE = [
 @pytest.mark.parametrize(("algo", "proto", "dtype"), ALL_REDUCE)
 def test_all_reduce(algo: str, proto: str, dtype: DType, nranks: int) -> None:
     for count in (1, 3001):
-        request = asked(Collective.ALL_REDUCE, dtype, count, nranks, algo, proto)
+        request = make_request(Collective.ALL_REDUCE, dtype, count, nranks, algo, proto)
         assert (
-            run(machine(nranks), request, small(request), repeat=2, close=algo == "ring")
+            run(machine(nranks), request, small_plan(request), repeat=2, close=algo == "ring")
             == [""] * nranks
         )
 
@@ -77,8 +84,8 @@ ONE_PIECE = [
 def test_single_tile(collective: Collective, algo: str, dtype: DType, proto: str) -> None:
     """The single-tile kernel alternates with the tiled one, which uses the same memory."""
     for count, offset, single in ((203, 0, True), (203, 1, True), (6001, 0, False), (96, 0, True)):
-        request = asked(collective, dtype, count, 3, algo, proto, root=1)
-        plan = small(request)
+        request = make_request(collective, dtype, count, 3, algo, proto, root=1)
+        plan = small_plan(request)
         assert kernel_spec(plan, request).single_tile is single
         assert run(machine(3), request, plan, offset=offset, close=True) == [""] * 3
     assert machine(3).packets_are_cleared()
@@ -99,15 +106,15 @@ def test_double_buffered(nranks: int, dtype: DType, proto: str, unroll: int) -> 
     )
     part = plan.tile * (8 if proto == "ll" else 16) // dtype.itemsize * nranks
     for count, launches in ((part + 1, 2), (2 * part, 2), (2 * part + 100, 3), (5 * part - 77, 5)):
-        request = asked(Collective.ALL_REDUCE, dtype, count, nranks, "two_shot", proto)
+        request = make_request(Collective.ALL_REDUCE, dtype, count, nranks, "two_shot", proto)
         assert kernel_spec(plan, request).double_buffered
         before = machine(nranks).launches(0)
         assert run(machine(nranks), request, plan, offset=count % 2) == [""] * nranks
         assert machine(nranks).launches(0) == before + launches
         for other in (203, 6001):
-            request = asked(Collective.ALL_REDUCE, dtype, other, nranks, "one_shot", proto)
-            assert run(machine(nranks), request, small(request)) == [""] * nranks
-    request = asked(Collective.ALL_REDUCE, dtype, part, nranks, "two_shot", proto)
+            request = make_request(Collective.ALL_REDUCE, dtype, other, nranks, "one_shot", proto)
+            assert run(machine(nranks), request, small_plan(request)) == [""] * nranks
+    request = make_request(Collective.ALL_REDUCE, dtype, part, nranks, "two_shot", proto)
     assert kernel_spec(plan, request).single_tile
 
 
@@ -140,8 +147,8 @@ EIGHT = [
 def test_eight_ranks(collective: Collective, dtype: DType, algo: str, proto: str) -> None:
     """The maximum number of ranks, with a single tile and several."""
     for count in (8, 203, 4001):
-        request = asked(collective, dtype, count, 8, algo, proto, root=5)
-        assert run(machine(8), request, small(request), repeat=2, close=True) == [""] * 8
+        request = make_request(collective, dtype, count, 8, algo, proto, root=5)
+        assert run(machine(8), request, small_plan(request), repeat=2, close=True) == [""] * 8
     assert machine(8).packets_are_cleared()
 
 
@@ -149,7 +156,7 @@ FANS = [
     (collective, algo, dtype, proto)
     for collective, algo in ONE_PIECE
     for dtype, proto in ((DType.BFLOAT16, "ll128"), (DType.FLOAT64, "ll128"), (DType.INT32, "ll"))
-    if frame_of(asked(collective, dtype, 1, 3, algo, proto), proto)
+    if frame_of(make_request(collective, dtype, 1, 3, algo, proto), proto)
     is not Framing.MASK  # masked packets are the work of whole warps
 ]
 
@@ -164,9 +171,9 @@ OF_RANKS = [
 def test_fanout(collective: Collective, algo: str, dtype: DType, proto: str, nranks: int) -> None:
     """Fanout kernels alternate with the tiled kernel, which uses the same memory."""
     for count, offset in ((1, 0), (203, 1), (4001, 0), (96, 0)):
-        request = asked(collective, dtype, count, nranks, algo, proto, root=nranks - 1)
+        request = make_request(collective, dtype, count, nranks, algo, proto, root=nranks - 1)
         packets = vectors_of(request, algo, frame_of(request, proto))
-        plan = small(request)
+        plan = small_plan(request)
         if packets * fanout_threads(nranks) <= 2048:
             plan = replace(
                 plan,
@@ -187,9 +194,9 @@ def test_other_collectives(collective: Collective, algo: str, proto: str) -> Non
         (DType.FLOAT32, 1501, 2, 1),
         (DType.INT32, 1501, 1, 0),
     ):
-        request = asked(collective, dtype, count, 3, algo, proto, root=root)
+        request = make_request(collective, dtype, count, 3, algo, proto, root=root)
         assert (
-            run(machine(3), request, small(request), repeat=2, offset=offset, close=True)
+            run(machine(3), request, small_plan(request), repeat=2, offset=offset, close=True)
             == [""] * 3
         )
 
@@ -211,7 +218,9 @@ def test_every_schedule(name: str, collective: Collective, nranks: int) -> None:
         (2003, 3),
         (90_001, 1),
     ):  # the last in several pieces, where there are FIFOs or scratch memory
-        request = asked(collective, DType.INT32, count, nranks, name, "simple", root=nranks - 1)
+        request = make_request(
+            collective, DType.INT32, count, nranks, name, "simple", root=nranks - 1
+        )
         plan = replace(choose(request), blocks=blocks, threads=64)
         assert run(machine(nranks), request, plan, repeat=2) == [""] * nranks
 
@@ -234,8 +243,8 @@ def test_slots_are_reused(
 ) -> None:
     """Buffer halves that hold a fraction of the operation."""
     monkeypatch.setattr(layout, "HALF_BYTES", 64 << 10)
-    request = asked(collective, dtype, 40001, nranks, algo, "ll128", root=1)
-    plan = replace(small(request), blocks=1)
+    request = make_request(collective, dtype, 40001, nranks, algo, "ll128", root=1)
+    plan = replace(small_plan(request), blocks=1)
     args = lower.lower_packets(plan, request, machine(nranks).comm_args(0))
     field = layout.ARGS["nslots"]
     (nslots,) = struct.unpack_from("<" + field.code, args, field.offset)
@@ -248,8 +257,8 @@ def test_slots_are_reused(
 
 @pytest.mark.parametrize("nranks", [2, 3, 4])
 def test_a_ring_with_the_minimum_of_slots(monkeypatch: pytest.MonkeyPatch, nranks: int) -> None:
-    request = asked(Collective.ALL_REDUCE, DType.FLOAT32, 20001, nranks, "ring", "ll128")
-    plan = replace(small(request), blocks=1)
+    request = make_request(Collective.ALL_REDUCE, DType.FLOAT32, 20001, nranks, "ring", "ll128")
+    plan = replace(small_plan(request), blocks=1)
     least = min_slots("ring", nranks)
     monkeypatch.setattr(
         layout,
@@ -288,8 +297,10 @@ def sends_first() -> Iterator[str]:
 
 def test_a_schedule_gets_the_slots_it_needs(sends_first: str) -> None:
     for count in (5, 3001):
-        request = asked(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, sends_first, "simple")
-        assert run(machine(2), request, small(request), repeat=2) == [""] * 2
+        request = make_request(
+            Collective.ALL_REDUCE, DType.FLOAT32, count, 2, sends_first, "simple"
+        )
+        assert run(machine(2), request, small_plan(request), repeat=2) == [""] * 2
 
 
 def halves(schedule: Schedule) -> Schedule:
@@ -326,7 +337,7 @@ def test_composed_schedules(made: str) -> None:
     catalog.register_schedule(schedule)
     try:
         for count in (3, 20_001):
-            request = asked(collective, DType.INT32, count, 4, schedule.name, "simple")
+            request = make_request(collective, DType.INT32, count, 4, schedule.name, "simple")
             plan = replace(choose(request), blocks=2 * schedule.nchannels, threads=64)
             assert run(machine(4), request, plan, repeat=2) == [""] * 4
     finally:
@@ -364,17 +375,19 @@ def test_ring_orders_other_than_rank_order(
     ]  # whole numbers: sums are exact in any order
     for order in ((0, 2, 1, 3), (3, 1, 0, 2)):
         for root in range(4) if collective.rooted else (0,):
-            request = asked(collective, dtype, 6001, 4, algo, proto, root=root)
+            request = make_request(collective, dtype, 6001, 4, algo, proto, root=root)
             assert (
-                run(four, request, replace(small(request), blocks=1), inputs=typed, order=order)
+                run(
+                    four, request, replace(small_plan(request), blocks=1), inputs=typed, order=order
+                )
                 == [""] * 4
             )
 
 
 def test_only_neighbours_of_the_order_communicate() -> None:
     """In the order 0 2 1 3 a chain from rank 2 is 2 1 3 0: other pairs need no FIFO."""
-    request = asked(Collective.BROADCAST, DType.INT32, 500, 4, "chain", "simple", root=2)
-    schedule = schedules.schedule_of(small(request), request, (0, 2, 1, 3))
+    request = make_request(Collective.BROADCAST, DType.INT32, 500, 4, "chain", "simple", root=2)
+    schedule = schedules.schedule_of(small_plan(request), request, (0, 2, 1, 3))
     assert schedule is not None
     assert schedules.senders_of(schedule) == [[3], [2], [], [1]]
 
@@ -396,8 +409,8 @@ class OneWay(Machine):
 
 
 def test_a_ring_writes_to_the_next_of_the_order_only() -> None:
-    request = asked(Collective.ALL_REDUCE, DType.INT32, 3001, 4, "ring", "ll128")
-    assert run(OneWay(4), request, small(request), order=(0, 2, 1, 3)) == [""] * 4
+    request = make_request(Collective.ALL_REDUCE, DType.INT32, 3001, 4, "ring", "ll128")
+    assert run(OneWay(4), request, small_plan(request), order=(0, 2, 1, 3)) == [""] * 4
 
 
 @pytest.mark.parametrize("nranks", [2, 3])
@@ -409,8 +422,8 @@ def test_fifos_wrap_around(
     afterwards.
     """
     monkeypatch.setattr(layout, "HALF_BYTES", 64 << 10)
-    request = asked(collective, DType.INT32, 30001, nranks, algo, "simple", root=1)
-    plan = replace(small(request), blocks=2)
+    request = make_request(collective, DType.INT32, 30001, nranks, algo, "simple", root=1)
+    plan = replace(small_plan(request), blocks=2)
     assert run(machine(nranks), request, plan, repeat=3, close=True) == [""] * nranks
     assert machine(nranks).packets_are_cleared()
 
@@ -439,7 +452,7 @@ def test_words_that_are_masked_to_ones(
     monkeypatch.setattr(layout, "HALF_BYTES", 128 << 10)
     fresh = Machine(nranks)
     for launch in range(3):
-        request = asked(
+        request = make_request(
             collective,
             DType.UINT32,
             1201 if algo == "one_shot" else 20001,
@@ -448,10 +461,12 @@ def test_words_that_are_masked_to_ones(
             "ll128",
             root=nranks - 1,
         )
-        inputs = [special(request.count, launch, 2 * launch + rank) for rank in range(nranks)]
+        inputs = [
+            masked_to_ones(request.count, launch, 2 * launch + rank) for rank in range(nranks)
+        ]
         if request.reduces:
             inputs[1:] = [np.zeros_like(x) for x in inputs[1:]]
-        plan = small(request, 2 if algo in ("chain", "double_binary_tree") else 1)
+        plan = small_plan(request, 2 if algo in ("chain", "double_binary_tree") else 1)
         assert run(fresh, request, plan, inputs=inputs) == [""] * nranks
 
 
@@ -464,7 +479,7 @@ def test_words_that_are_masked_to_ones_double_buffered(nranks: int) -> None:
             algo="two_shot", proto="ll128", blocks=2, threads=64, unroll=2, double_buffered=True
         ),
     )
-    request = asked(
+    request = make_request(
         Collective.ALL_REDUCE,
         DType.UINT32,
         3 * 4 * plan.tile * nranks,
@@ -475,11 +490,14 @@ def test_words_that_are_masked_to_ones_double_buffered(nranks: int) -> None:
     for seed in range(3):
         launch = fresh.launches(0)
         x = np.concatenate(
-            [special(request.count // nranks, launch, seed + chunk) for chunk in range(nranks)]
+            [
+                masked_to_ones(request.count // nranks, launch, seed + chunk)
+                for chunk in range(nranks)
+            ]
         )
         for part in (1, 2):
             places = slice(part * 4 * plan.tile, (part + 1) * 4 * plan.tile)
-            x.reshape(nranks, -1)[:, places] = special(
+            x.reshape(nranks, -1)[:, places] = masked_to_ones(
                 request.count // nranks, launch + part, seed
             )[places]
         inputs = [np.zeros_like(x) for _ in range(nranks)]
@@ -525,10 +543,10 @@ def test_double_buffered_blocks_may_be_tiles_apart(
             algo="two_shot", proto="ll128", blocks=2, threads=64, unroll=1, double_buffered=True
         ),
     )
-    before = asked(Collective.ALL_REDUCE, DType.FLOAT32, 203, 2, "one_shot", "ll128")
+    before = make_request(Collective.ALL_REDUCE, DType.FLOAT32, 203, 2, "one_shot", "ll128")
     for _ in range(layout.OP_LOG_ENTRIES + 1):
-        assert run(fresh, before, small(before)) == ["", ""]
-    request = asked(
+        assert run(fresh, before, small_plan(before)) == ["", ""]
+    request = make_request(
         Collective.ALL_REDUCE, DType.FLOAT32, 4 * 2 * 4 * plan.tile, 2, "two_shot", "ll128"
     )
     assert run(fresh, request, plan) == ["", ""]
@@ -541,13 +559,13 @@ def test_double_buffered_blocks_may_be_tiles_apart(
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.INT32])
 def test_premultiplied_sum(algo: str, proto: str, dtype: DType) -> None:
     request = replace(
-        asked(Collective.ALL_REDUCE, dtype, 2001, 3, algo, proto), op=RedOp.PREMUL_SUM
+        make_request(Collective.ALL_REDUCE, dtype, 2001, 3, algo, proto), op=RedOp.PREMUL_SUM
     )
     assert (
         run(
             machine(3),
             request,
-            small(request),
+            small_plan(request),
             scalars=[2.0, -1.5 if dtype.is_float else 5, 0.5],
             close=algo == "ring",
         )
@@ -559,11 +577,11 @@ def test_premultiplied_sum(algo: str, proto: str, dtype: DType) -> None:
 def test_scalars_of_integers_are_exact(dtype: DType) -> None:
     """Including values that a float64 cannot represent."""
     request = replace(
-        asked(Collective.ALL_REDUCE, dtype, 203, 3, "one_shot", "ll128"), op=RedOp.PREMUL_SUM
+        make_request(Collective.ALL_REDUCE, dtype, 203, 3, "one_shot", "ll128"), op=RedOp.PREMUL_SUM
     )
     inputs = [np.arange(203).astype(NUMPY_DTYPE[dtype]) + rank for rank in range(3)]
     scalars = [(1 << 53) + 1, int(np.iinfo(NUMPY_DTYPE[dtype]).max), 3]
-    assert run(machine(3), request, small(request), inputs=inputs, scalars=scalars) == [""] * 3
+    assert run(machine(3), request, small_plan(request), inputs=inputs, scalars=scalars) == [""] * 3
 
 
 AVERAGED = [
@@ -579,15 +597,18 @@ def test_an_average_divides_once(algo: str, collective: Collective, dtype: DType
     """Partial sums of integers pass through other ranks, so dividing at every hop, or never, is
     detected.
     """
-    request = replace(asked(collective, dtype, 3001, 4, algo, "simple", root=2), op=RedOp.AVG)
+    request = replace(
+        make_request(collective, dtype, 3001, 4, algo, "simple", root=2), op=RedOp.AVG
+    )
     inputs = [(1000 * np.arange(3001) + 8 * rank).astype(NUMPY_DTYPE[dtype]) for rank in range(4)]
-    assert run(machine(4), request, small(request), inputs=inputs) == [""] * 4
+    assert run(machine(4), request, small_plan(request), inputs=inputs) == [""] * 4
 
 
 def test_the_wait_for_an_absent_rank_ends() -> None:
     lonely = Machine(2, timeout_s=0.2)
     launch_each(
-        lonely, [asked(Collective.ALL_REDUCE, DType.FLOAT32, 100, 2, "one_shot", "ll128"), None]
+        lonely,
+        [make_request(Collective.ALL_REDUCE, DType.FLOAT32, 100, 2, "one_shot", "ll128"), None],
     )
     assert lonely.errors() == [layout.ERROR_TIMEOUT, 0]
     assert [
@@ -602,15 +623,15 @@ def test_a_clock_that_jumps_ends_no_wait(seconds: int) -> None:
     deadline.
     """
     two, clock = Machine(2, timeout_s=60), Clock()
-    request = asked(
+    request = make_request(
         Collective.ALL_REDUCE, DType.FLOAT32, 1, 2, "one_shot", "ll128"
     )  # one thread waits
     with ThreadPoolExecutor(1) as other:
         waits = other.submit(launch_each, two, [request, None])
 
         def wait_for_looks(looks: int) -> None:
-            before = clock.looks()
-            while clock.looks() < before + looks and not waits.done():
+            before = clock.reads()
+            while clock.reads() < before + looks and not waits.done():
                 os.sched_yield()
 
         wait_for_looks(1)
@@ -624,7 +645,7 @@ def test_a_clock_that_jumps_ends_no_wait(seconds: int) -> None:
 def test_the_wait_for_an_exited_rank_ends() -> None:
     three = Machine(3, timeout_s=60)
     three.host[0][layout.HOST_EXITED] = 1 << 2
-    request = asked(Collective.ALL_REDUCE, DType.FLOAT32, 1, 3, "one_shot", "ll128")
+    request = make_request(Collective.ALL_REDUCE, DType.FLOAT32, 1, 3, "one_shot", "ll128")
     launch_each(three, [request, None, None])
     assert three.errors() == [layout.ERROR_EXITED, 0, 0]
 
@@ -632,12 +653,12 @@ def test_the_wait_for_an_exited_rank_ends() -> None:
 def test_data_sent_before_an_exit_are_received() -> None:
     """Including data that arrived after the last poll before the exit was known."""
     two, clock = Machine(2, timeout_s=60), Clock()
-    request = asked(Collective.ALL_REDUCE, DType.FLOAT32, 1, 2, "one_shot", "ll128")
+    request = make_request(Collective.ALL_REDUCE, DType.FLOAT32, 1, 2, "one_shot", "ll128")
     with ThreadPoolExecutor(1) as other:
-        with clock.held():
-            before = clock.looks()
+        with clock.paused():
+            before = clock.reads()
             waits = other.submit(launch_each, two, [request, None])
-            while clock.looks() == before and not waits.done():
+            while clock.reads() == before and not waits.done():
                 os.sched_yield()
             launch_each(two, [None, request])
             two.host[0][layout.HOST_EXITED] = 1 << 1
@@ -656,8 +677,8 @@ def test_device_barrier() -> None:
     for _ in range(6):
         args = [lower.pack_args(four.comm_args(rank), count=4096, signature=7) for rank in range(4)]
         four.launch(meeting(4), args, 1)
-        request = asked(Collective.ALL_REDUCE, DType.FLOAT32, 100, 4, "one_shot", "ll128")
-        assert run(four, request, small(request)) == [""] * 4
+        request = make_request(Collective.ALL_REDUCE, DType.FLOAT32, 100, 4, "one_shot", "ll128")
+        assert run(four, request, small_plan(request)) == [""] * 4
 
 
 @pytest.mark.parametrize("field", ["signature", "count"])
@@ -672,7 +693,7 @@ def test_a_barrier_of_different_operations_is_a_mismatch(field: str) -> None:
     assert int(three.host[0][layout.HOST_PEER]) == 1
 
 
-def told_needs(where: Machine, by: int, to: int, launch: int) -> int:
+def recorded_needs(where: Machine, by: int, to: int, launch: int) -> int:
     """Return the needed ranks in a peer's op record of this launch; -1 without a record."""
     place = (by * layout.OP_LOG_ENTRIES + launch % layout.OP_LOG_ENTRIES) * 16
     number, _, _, word = struct.unpack(
@@ -701,17 +722,17 @@ def told_needs(where: Machine, by: int, to: int, launch: int) -> int:
 )
 def test_op_records_contain_needed_ranks(collective: Collective, algo: str, proto: str) -> None:
     three, every = Machine(3), layout.NEEDS_ALL
-    request = asked(
+    request = make_request(
         collective, DType.INT32, 1000, 3, algo, proto, root=1 if collective.rooted else 0
     )
-    assert run(three, request, small(request), repeat=2) == [""] * 3
+    assert run(three, request, small_plan(request), repeat=2) == [""] * 3
     needs = {Collective.BROADCAST: [2, 0, 2], Collective.REDUCE: [0, every, 0]}.get(
         collective, [every] * 3
     )
     if proto == "simple":  # whose ranks hear all others at the end
         needs = [every] * 3
     for by, to in itertools.permutations(range(3), 2):
-        assert [told_needs(three, by, to, launch) for launch in (1, 2, 3)] == [
+        assert [recorded_needs(three, by, to, launch) for launch in (1, 2, 3)] == [
             needs[by],
             needs[by],
             -1,
@@ -728,7 +749,7 @@ def test_barriers_need_all_ranks() -> None:
         ],
         1,
     )
-    assert told_needs(two, 0, 1, 1) & layout.NEEDS_ALL
+    assert recorded_needs(two, 0, 1, 1) & layout.NEEDS_ALL
 
 
 @pytest.mark.parametrize("left", [False, True])
@@ -740,7 +761,7 @@ def test_a_mismatch_ends_the_wait_of_the_rank_that_expects_more(left: bool) -> N
         launch_each(
             two,
             [
-                asked(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, "one_shot", "ll128")
+                make_request(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, "one_shot", "ll128")
                 for count in (4000, 100)
             ],
         )
@@ -755,7 +776,7 @@ def test_a_mismatch_is_reported_to_a_rank_that_continues() -> None:
     launch.
     """
     less, more = (
-        asked(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, "one_shot", "ll128")
+        make_request(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, "one_shot", "ll128")
         for count in (500, 501)
     )
     for _ in range(10):
@@ -776,14 +797,16 @@ def test_a_mismatch_without_a_wait_is_reported_one_launch_later() -> None:
         launch_each(
             two,
             [
-                asked(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, "one_shot", "ll128")
+                make_request(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, "one_shot", "ll128")
                 for count in (99, 100)
             ],
         )
         if two.errors() == [0, 0]:
             break  # else one has waited, as the other's threads came late
     assert two.errors() == [0, 0]
-    launch_each(two, [asked(Collective.ALL_REDUCE, DType.FLOAT32, 100, 2, "one_shot", "ll128")] * 2)
+    launch_each(
+        two, [make_request(Collective.ALL_REDUCE, DType.FLOAT32, 100, 2, "one_shot", "ll128")] * 2
+    )
     assert two.errors() == [layout.ERROR_MISMATCH] * 2
     assert int(two.host[0][layout.HOST_LAUNCH]) == 1
 
@@ -803,7 +826,7 @@ def test_a_mismatch_in_steps_is_reported_in_the_same_launch(
     mine: dict[str, Any], theirs: dict[str, Any]
 ) -> None:
     three = Machine(3, timeout_s=60)
-    usual = asked(Collective.ALL_REDUCE, DType.FLOAT32, 100, 3, "two_shot", "simple")
+    usual = make_request(Collective.ALL_REDUCE, DType.FLOAT32, 100, 3, "two_shot", "simple")
     launch_each(three, [replace(usual, **mine), replace(usual, **mine), replace(usual, **theirs)])
     assert three.errors() == [layout.ERROR_MISMATCH] * 3
     assert [int(words[layout.HOST_PEER]) for words in three.host[:2]] == [2, 2]
@@ -823,8 +846,8 @@ def test_steps_and_packets_alternate() -> None:
         ]
         * 2
     ):
-        request = asked(collective, DType.INT32, 1001, 3, algo, proto, root=turn % 3)
-        assert run(fresh, request, small(request)) == [""] * 3
+        request = make_request(collective, DType.INT32, 1001, 3, algo, proto, root=turn % 3)
+        assert run(fresh, request, small_plan(request)) == [""] * 3
         numbers = [
             int(memory[layout.STATE_OFFSET :][:8].view(np.uint64)[0]) for memory in fresh.memory
         ]

@@ -42,17 +42,17 @@ def machine(nranks: int, frame: Framing) -> Machine:
     return Machine(nranks)
 
 
-def rules(nranks: int, frame: Framing = Framing.LINE, lanes: int = 2) -> WarpQueueRules:
+def rules(nranks: int, frame: Framing = Framing.LINE, nqueues: int = 2) -> WarpQueueRules:
     """Return rules with few warp queues, so short messages wrap around row FIFOs."""
     found = WarpQueueRules(nranks=nranks, multiprocessors=128, frame=frame)
     return (
-        _Narrow(nranks=nranks, multiprocessors=128, frame=frame, width=lanes)
-        if lanes < found.max_warp_queues
+        FewWarpQueueRules(nranks=nranks, multiprocessors=128, frame=frame, width=nqueues)
+        if nqueues < found.max_warp_queues
         else found
     )
 
 
-class _Narrow(WarpQueueRules):
+class FewWarpQueueRules(WarpQueueRules):
     def __init__(self, *, width: int, **more: object) -> None:
         super().__init__(**more)  # type: ignore[arg-type]
         object.__setattr__(self, "width", width)
@@ -62,11 +62,11 @@ class _Narrow(WarpQueueRules):
         return int(self.width)  # type: ignore[attr-defined]
 
 
-def right(
-    sends: list[Send], nranks: int = 2, frame: Framing = Framing.LINE, lanes: int = 2
+def check_messages(
+    sends: list[Send], nranks: int = 2, frame: Framing = Framing.LINE, nqueues: int = 2
 ) -> None:
     where = machine(nranks, frame)
-    assert [text for text in run(where, rules(nranks, frame, lanes), sends) if text] == []
+    assert [text for text in run(where, rules(nranks, frame, nqueues), sends) if text] == []
     assert where.errors() == [0] * nranks
 
 
@@ -78,15 +78,15 @@ SIZES = sorted({max(0, edge + change) for edge in EDGES for change in (-1, 0, 1)
 @needs_compiler
 @pytest.mark.parametrize("frame", FRAMES)
 def test_sizes(frame: Framing) -> None:
-    right([Send(0, 1, size) for size in SIZES], frame=frame)
-    right([Send(1, 0, size) for size in reversed(SIZES)], frame=frame, lanes=1)
+    check_messages([Send(0, 1, size) for size in SIZES], frame=frame)
+    check_messages([Send(1, 0, size) for size in reversed(SIZES)], frame=frame, nqueues=1)
 
 
 @needs_compiler
 @pytest.mark.parametrize("frame", FRAMES)
 def test_addresses(frame: Framing) -> None:
     offsets = [1, 2, 4, 8, 12]
-    right(
+    check_messages(
         [Send(0, 1, 1000 + a, a, b) for a, b in itertools.product(offsets, [0, *offsets])],
         frame=frame,
     )
@@ -98,40 +98,40 @@ def test_addresses(frame: Framing) -> None:
 def test_row_fifos_wrap_around(frame: Framing, lanes: int) -> None:
     """Several times the capacity of the row FIFOs, in both directions at once."""
     size = 3 * lanes * layout.FIFO_ROWS * layout.ROW_BYTES
-    right([Send(0, 1, size + 5), Send(1, 0, size)], frame=frame, lanes=lanes)
+    check_messages([Send(0, 1, size + 5), Send(1, 0, size)], frame=frame, nqueues=lanes)
 
 
 @needs_compiler
 @pytest.mark.parametrize("frame", FRAMES)
 def test_all_pairs_at_once(frame: Framing) -> None:
     pairs = [Send(a, b, 4000 + 700 * a + 90 * b) for a in range(3) for b in range(3)]
-    right(pairs + pairs[::-1], 3, frame)
+    check_messages(pairs + pairs[::-1], 3, frame)
 
 
 @needs_compiler
 def test_four_ranks() -> None:
-    right([Send(a, b, 3000 * (1 + a)) for a in range(4) for b in range(4)], 4, lanes=1)
+    check_messages([Send(a, b, 3000 * (1 + a)) for a in range(4) for b in range(4)], 4, nqueues=1)
 
 
 @needs_compiler
 def test_orders_that_would_deadlock_ungrouped() -> None:
     """Ranks 0 and 1 both send first, more than the row FIFOs hold."""
     big = 2 * layout.FIFO_ROWS * layout.ROW_BYTES
-    right(
-        [Send(0, 1, big), Send(0, 1, big), Send(1, 0, big), Send(1, 0, 0), Send(0, 1, 3)], lanes=1
+    check_messages(
+        [Send(0, 1, big), Send(0, 1, big), Send(1, 0, big), Send(1, 0, 0), Send(0, 1, 3)], nqueues=1
     )
 
 
 @needs_compiler
 def test_many_messages_are_read_from_a_table() -> None:
-    right([Send(i % 2, 1 - i % 2, 1 + i % 40) for i in range(2 * layout.MAX_MESSAGES)])
+    check_messages([Send(i % 2, 1 - i % 2, 1 + i % 40) for i in range(2 * layout.MAX_MESSAGES)])
 
 
 @needs_compiler
 def test_launches_of_changing_shapes() -> None:
     for round_ in range(12):
         sends = [Send(0, 1, 300 * round_), Send(1, 0, 5000 - 400 * round_)]
-        right(sends[round_ % 3 == 0 : 1 + (round_ % 3 < 2)], lanes=2)
+        check_messages(sends[round_ % 3 == 0 : 1 + (round_ % 3 < 2)], nqueues=2)
 
 
 @needs_compiler
@@ -143,10 +143,10 @@ def test_messages_may_be_distributed_over_launches_differently() -> None:
         run(where, rules(2), sends[number : number + 1], seed=1, only=[0])
     assert run(where, rules(2), [Send(0, 1, 100)], seed=1, only=[1]) == [""]
     run(where, rules(2), [Send(0, 1, 3000), Send(0, 1, 20)], only=[1])
-    right([Send(0, 1, 9), Send(1, 0, 8)])
+    check_messages([Send(0, 1, 9), Send(1, 0, 8)])
 
 
-def refused(where: Machine) -> int | None:
+def rejected_size(where: Machine) -> int | None:
     """Return the size of rank 0's message that rank 1 has rejected."""
     return read_rejected_size(GPU, where.comm_args(0), 1)
 
@@ -167,7 +167,7 @@ def test_sizes_that_differ_are_reported(sent: int, expected: int, frame: Framing
         expected | tag,
         sent | tag,
     ]
-    assert refused(where) == sent | tag
+    assert rejected_size(where) == sent | tag
     if where.host[0][layout.HOST_ERROR]:  # the sender had to wait for room
         assert where.host[0][layout.HOST_SIZES : layout.HOST_SIZES + 4].view("u8").tolist() == [
             sent | tag,
@@ -186,7 +186,7 @@ GATHER, SCATTER = (
 )
 
 
-def moves_of(where: Machine, rank: int) -> tuple[int, dict[int, int]]:
+def message_ops_of(where: Machine, rank: int) -> tuple[int, dict[int, int]]:
     """Return the number of message collectives of a rank, and its entries by peer."""
     (_, count), boards = (
         read_progress_header(GPU, where.comm_args(rank)).op_counts,
@@ -211,7 +211,7 @@ def test_message_collectives_are_numbered(frame: Framing) -> None:
             "",
         ]
         for rank in range(3):
-            assert moves_of(where, rank) == (
+            assert message_ops_of(where, rank) == (
                 number,
                 {peer: number for peer in range(3) if peer != rank},
             )
@@ -269,9 +269,9 @@ def test_waits_in_different_collectives_end(other: str) -> None:
         signatures=[SCATTER if other == "later" else GATHER, 0],
     )
     assert where.errors() == [layout.ERROR_MISMATCH, 0]
-    assert moves_of(where, 0)[0] == 1 + (other == "launch")
+    assert message_ops_of(where, 0)[0] == 1 + (other == "launch")
     run(where, rules(2), [], only=[0], signatures=[GATHER, 0])
-    assert moves_of(where, 0)[0] == 1 + (other == "launch"), (
+    assert message_ops_of(where, 0)[0] == 1 + (other == "launch"), (
         "what follows a failed wait is not begun"
     )
 
@@ -282,8 +282,8 @@ def test_nothing_is_sent_after_a_failed_wait(monkeypatch: pytest.MonkeyPatch, po
     if pool:
         shrink_pool(monkeypatch)
     where = Machine(2, timeout_s=0.3)
-    run(where, few(2), [Send(0, 1, 40)], only=[1])
-    run(where, few(2), [Send(1, 0, 6000)])
+    run(where, pool_rules(2), [Send(0, 1, 40)], only=[1])
+    run(where, pool_rules(2), [Send(1, 0, 6000)])
     assert where.errors() == [layout.ERROR_TIMEOUT] * 2
 
 
@@ -310,7 +310,7 @@ def test_a_plain_wait_for_a_rank_blocked_in_a_launch_ends(
         shrink_pool(monkeypatch)
     where = Machine(2, timeout_s=600)
     in_launch(where, 0, 1, 1, needs)
-    run(where, few(2), [Send(src, 1 - src, 60_000)], only=[0])
+    run(where, pool_rules(2), [Send(src, 1 - src, 60_000)], only=[0])
     assert where.errors() == [layout.ERROR_CROSSED, 0]
     assert where.host[0][
         [layout.HOST_PEER, layout.HOST_LAUNCH, layout.HOST_SIGNATURE]
@@ -452,9 +452,9 @@ def small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     shrink_pool(monkeypatch)
 
 
-def few(nranks: int, frame: Framing = Framing.LINE, blocks: int = 4) -> WarpQueueRules:
+def pool_rules(nranks: int, frame: Framing = Framing.LINE, blocks: int = 4) -> WarpQueueRules:
     """Return rules with about ``blocks`` blocks for large messages."""
-    return _Narrow(
+    return FewWarpQueueRules(
         nranks=nranks, multiprocessors=max(2 * (nranks - 1), blocks // 2 + 1), frame=frame, width=2
     )
 
@@ -472,8 +472,8 @@ def test_large_messages(frame: Framing) -> None:
         [1792 + 1024, 5000, 1792 + 5 * 1024],
     ):
         both = [Send(src, 1 - src, size) for size in sizes for src in (0, 1)]
-        assert [text for text in run(where, few(2, frame), both) if text] == []
-        assert [text for text in run(where, few(2, frame), both[::2]) if text] == []
+        assert [text for text in run(where, pool_rules(2, frame), both) if text] == []
+        assert [text for text in run(where, pool_rules(2, frame), both[::2]) if text] == []
     assert where.errors() == [0, 0]
 
 
@@ -484,7 +484,7 @@ def test_large_messages_of_fewer_chunks_than_blocks(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(layout, "BULK_MIN_BYTES", 2000)
     where = Machine(2)
     for _ in range(3):
-        assert [text for text in run(where, few(2), [Send(0, 1, 2000)] * 60) if text] == []
+        assert [text for text in run(where, pool_rules(2), [Send(0, 1, 2000)] * 60) if text] == []
     assert where.errors() == [0, 0]
 
 
@@ -503,7 +503,7 @@ def test_large_messages_share_the_pool_of_their_receiver() -> None:
         [Send(r, (r + 1) % 4, 20_000) for r in range(4)],
         [Send(r, 3, 9000) for r in range(3)],
     ):
-        assert [text for text in run(where, few(4, blocks=14), sends) if text] == []
+        assert [text for text in run(where, pool_rules(4, blocks=14), sends) if text] == []
     assert where.errors() == [0] * 4
 
 
@@ -513,8 +513,8 @@ def test_large_messages_may_be_distributed_over_launches_differently() -> None:
     where = Machine(2)
     sends = [Send(0, 1, 5200), Send(0, 1, 3000), Send(0, 1, 6000)]
     # what is sent before the receiver comes fits into its slots only after it has granted them: both launches run at once
-    assert run(where, few(2), sends) == [""] * 3
-    assert run(where, few(2, blocks=6), sends[::-1]) == [""] * 3
+    assert run(where, pool_rules(2), sends) == [""] * 3
+    assert run(where, pool_rules(2, blocks=6), sends[::-1]) == [""] * 3
     assert where.errors() == [0, 0]
 
 
@@ -525,14 +525,14 @@ def test_large_messages_may_be_distributed_over_launches_differently() -> None:
 )
 def test_sizes_of_large_messages_that_differ_are_reported(sent: int, expected: int) -> None:
     where = Machine(2)
-    run(where, few(2), [Send(0, 1, sent, expected=expected)])
+    run(where, pool_rules(2), [Send(0, 1, sent, expected=expected)])
     tag = int(DType.UINT8) << layout.TYPE_SHIFT
     assert where.errors()[1] == layout.ERROR_SIZES
     assert where.host[1][layout.HOST_SIZES : layout.HOST_SIZES + 4].view("u8").tolist() == [
         expected | tag,
         sent | tag,
     ]
-    assert refused(where) == sent | tag
+    assert rejected_size(where) == sent | tag
     if (
         expected < layout.BULK_MIN_BYTES <= sent or sent > 2 * expected
     ):  # the sender waits for a grant, or for a slot that is never freed
@@ -545,7 +545,7 @@ def test_the_rejected_large_message_is_recorded_at_its_sender() -> None:
     where = Machine(2)
     run(
         where,
-        few(2),
+        pool_rules(2),
         [
             Send(0, 1, 9000),
             Send(0, 1, 40_000),
@@ -554,19 +554,19 @@ def test_the_rejected_large_message_is_recorded_at_its_sender() -> None:
         ],
     )
     assert where.errors()[1] == layout.ERROR_SIZES
-    assert refused(where) == 20_000 | int(DType.UINT8) << layout.TYPE_SHIFT
+    assert rejected_size(where) == 20_000 | int(DType.UINT8) << layout.TYPE_SHIFT
 
 
 @needs_compiler
 @pytest.mark.usefixtures("small_pool")
 def test_a_rejection_between_two_large_messages_ends_all_threads() -> None:
     where = Machine(2)
-    run(where, few(2), [Send(0, 1, 100, expected=50)])
+    run(where, pool_rules(2), [Send(0, 1, 100, expected=50)])
     assert where.errors() == [0, layout.ERROR_SIZES]
     struct.pack_into(
         "<Q", where.memory[0], layout.BULK_GRANTS_OFFSET + layout.BULK_STRIDE, 1 << 32 | 6
     )  # of the first one, before that
-    run(where, few(2), [Send(0, 1, 5000), Send(0, 1, 5000)], only=[0])
+    run(where, pool_rules(2), [Send(0, 1, 5000), Send(0, 1, 5000)], only=[0])
     assert where.errors()[0] == layout.ERROR_SIZES
 
 
@@ -575,7 +575,7 @@ def test_a_rejection_between_two_large_messages_ends_all_threads() -> None:
 @pytest.mark.parametrize("alone", [0, 1])
 def test_waits_with_large_messages_end(alone: int) -> None:
     where = Machine(2, timeout_s=0.2)
-    run(where, few(2), [Send(0, 1, 20_000)], only=[alone])
+    run(where, pool_rules(2), [Send(0, 1, 20_000)], only=[alone])
     assert (where.errors()[alone], int(where.host[alone][layout.HOST_PEER])) == (
         layout.ERROR_TIMEOUT,
         1 - alone,
@@ -587,8 +587,8 @@ def test_waits_with_large_messages_end(alone: int) -> None:
 @pytest.mark.parametrize("alone", [0, 1])
 def test_large_message_waits_in_different_collectives_end(alone: int) -> None:
     where = Machine(2, timeout_s=600)
-    run(where, few(2), [], only=[1 - alone], signatures=[GATHER] * 2)
-    run(where, few(2), [Send(0, 1, 20_000)], only=[alone], signatures=[SCATTER] * 2)
+    run(where, pool_rules(2), [], only=[1 - alone], signatures=[GATHER] * 2)
+    run(where, pool_rules(2), [Send(0, 1, 20_000)], only=[alone], signatures=[SCATTER] * 2)
     assert where.errors()[alone] == layout.ERROR_MISMATCH
 
 
@@ -598,7 +598,7 @@ def test_large_message_waits_in_different_collectives_end(alone: int) -> None:
 def test_large_message_waits_for_an_exited_rank_end(alone: int) -> None:
     where = Machine(2, timeout_s=60)
     where.host[alone][layout.HOST_EXITED] = 1 << 1 - alone
-    run(where, few(2), [Send(0, 1, 20_000)], only=[alone])
+    run(where, pool_rules(2), [Send(0, 1, 20_000)], only=[alone])
     assert where.errors()[alone] == layout.ERROR_EXITED
 
 

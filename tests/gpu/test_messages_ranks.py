@@ -67,11 +67,11 @@ def test_copy_engines_of_many_shapes() -> None:
 
 
 def test_rejections() -> None:
-    run(emulated_ranks.refusals, 2)
+    run(emulated_ranks.rejections, 2)
 
 
 def test_rejections_of_persistent_operations() -> None:
-    run(emulated_ranks.refused_when_prepared, 2)
+    run(emulated_ranks.rejected_when_prepared, 2)
 
 
 def test_arrays_on_another_gpu() -> None:
@@ -81,7 +81,7 @@ def test_arrays_on_another_gpu() -> None:
 def test_large_operations_of_communicators_are_ordered_across_threads() -> None:
     env = {"MIRACCL_SMS": "6", "MIRACCL_EMULATOR_CACHE": str(folder())}
     assert (
-        run_ranks(emulated_ranks.several_in_threads, 2, env=env, timeout=100.0)
+        run_ranks(emulated_ranks.communicators_in_threads, 2, env=env, timeout=100.0)
         == [[1, 0, 1, 1, 0, 1, 1]] * 2
     )
 
@@ -130,7 +130,7 @@ def test_cupy_arrays_with_pytorch_loaded() -> None:
 
 @pytest.mark.parametrize("nranks", [1, 2])
 def test_operators_again(nranks: int) -> None:
-    run(emulated_ranks.operators_again, nranks)
+    run(emulated_ranks.equal_operators, nranks)
 
 
 def test_one_rank() -> None:
@@ -238,7 +238,7 @@ CROSSED = ["all_reduce and recv", "broadcast and recv", "reduce and send"]
 )
 def test_message_collectives_do_not_mix(case: str) -> None:
     """An unmatched message does not match the next collective, and no rank waits for its deadline."""
-    answers = run(emulated_faults.unlike_messages, 3, case)
+    answers = run(emulated_faults.mismatched_messages, 3, case)
     assert [answer["type"] for answer in answers] == ["CollectiveMismatch"] * 3, answers
 
 
@@ -254,7 +254,7 @@ def test_deadlocks_in_calls_that_kernels_do_not_compare_are_reported() -> None:
         "MIRACCL_EMULATOR_CACHE": str(folder()),
     }  # as many as large messages need
     for answers in run_ranks(
-        emulated_faults.in_different_calls, 3, list(texts), env=env, timeout=100.0
+        emulated_faults.deadlocks_in_different_calls, 3, list(texts), env=env, timeout=100.0
     ):
         for answer, text in zip(answers, texts.values(), strict=True):
             assert answer["type"] == "CollectiveMismatch"
@@ -264,13 +264,13 @@ def test_deadlocks_in_calls_that_kernels_do_not_compare_are_reported() -> None:
 
 def test_completed_work_is_not_awaited() -> None:
     """Operations behind it do not form a cycle either."""
-    assert run(emulated_faults.works_that_end, 2) == [[2.0] * 3] * 2
+    assert run(emulated_faults.completed_work, 2) == [[2.0] * 3] * 2
 
 
 def test_deadlocks_in_copies_and_other_calls_are_reported() -> None:
     env = {"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())}
     for (answer,) in run_ranks(
-        emulated_faults.in_different_calls, 2, ["copies"], env=env, timeout=100.0
+        emulated_faults.deadlocks_in_different_calls, 2, ["copies"], env=env, timeout=100.0
     ):
         assert answer["type"] == "CollectiveMismatch"
         assert (
@@ -282,7 +282,7 @@ def test_deadlocks_in_copies_and_other_calls_are_reported() -> None:
 @pytest.mark.parametrize("case", ["recv", "send"])
 @pytest.mark.parametrize("nranks", [2, 3])
 def test_deadlocks_in_messages_are_reported(nranks: int, case: str) -> None:
-    answers = run(emulated_faults.wait_for_one_another, nranks, case)
+    answers = run(emulated_faults.message_deadlocks, nranks, case)
     assert [answer["type"] for answer in answers] == ["CollectiveMismatch"] * nranks, answers
     whom = {"recv": f"a message from rank {nranks - 1}", "send": "rank 1 to receive"}[case]
     for answer in answers:
@@ -293,19 +293,19 @@ def test_deadlocks_in_messages_are_reported(nranks: int, case: str) -> None:
 
 
 def test_an_error_raised_by_a_cpu_call_is_not_raised_again() -> None:
-    first, second = run(emulated_faults.told_on_the_cpu, 2)
+    first, second = run(emulated_faults.reported_on_the_cpu, 2)
     assert (first["type"], second["type"]) == ("CommunicatorAborted", "none")
 
 
 @pytest.mark.parametrize("case", ["gather", "nothing"])
 def test_a_call_during_finalize_of_the_others_is_reported_to_all(case: str) -> None:
-    answers = run(emulated_faults.comes_after_finalize, 3, case)
+    answers = run(emulated_faults.call_during_finalize, 3, case)
     assert [answer["type"] for answer in answers] == ["CollectiveMismatch"] * 3, answers
 
 
 @pytest.mark.parametrize("case", ["gather", "scatter", "nothing"])
 def test_finalize_reports_calls_of_some_ranks_only(case: str) -> None:
-    answers = run(emulated_faults.one_more, 3, case)
+    answers = run(emulated_faults.one_more_call, 3, case)
     assert [answer["type"] for answer in answers] == [
         "none" if case == "nothing" else "CollectiveMismatch"
     ] * 3, answers
@@ -316,7 +316,7 @@ def test_finalize_reports_calls_of_some_ranks_only(case: str) -> None:
 @pytest.mark.parametrize("what", ["gather", "all_reduce"])
 def test_a_late_rank_is_not_a_mismatch(what: str) -> None:
     """Operations begun after a rank's deadline do not mean that it is past those of the others."""
-    for answer in run(emulated_faults.comes_late, 2, what):
+    for answer in run(emulated_faults.late_rank, 2, what):
         assert answer["type"] == "CollectiveTimeout", answer
         assert answer["op"] == "gather (root 1)"
 
@@ -356,7 +356,7 @@ def test_waits_end_by_an_error(how: str) -> None:
 
 
 def test_a_deadline_names_the_absent_rank_on_every_rank() -> None:
-    answers = run(emulated_faults.never_comes, 3)
+    answers = run(emulated_faults.absent_rank, 3)
     what = "(1000 x float32, sum; one_shot, ll128)"
     for rank, answer in enumerate(answers):
         assert answer["type"] == "CollectiveTimeout", answer
@@ -377,7 +377,7 @@ def test_a_deadline_names_the_absent_rank_on_every_rank() -> None:
 
 @pytest.mark.parametrize("what", ["all_reduce", "recv", "send"])
 def test_kernels_that_wait_for_an_exited_rank_end(what: str) -> None:
-    answers = run(emulated_faults.waits_for_one_that_leaves, 3, what)
+    answers = run(emulated_faults.waits_for_exiting_rank, 3, what)
     assert [answer["type"] for answer in answers] == ["PeerDied", "none", "PeerDied"]
     for answer in (answers[0], answers[2]):
         assert "rank 1 has left the communicator" in answer["text"]
@@ -395,7 +395,7 @@ def test_an_exception_in_the_block_ends_kernels() -> None:
 
 
 def test_unreported_errors_are_raised_at_the_end() -> None:
-    answers = run(emulated_faults.unheard_of, 2)
+    answers = run(emulated_faults.deadline_before_close, 2)
     assert answers[1].startswith("CollectiveTimeout")
     assert "a message from rank 0" in answers[1]
 
@@ -415,7 +415,7 @@ def test_copy_streams_are_released_after_the_deadline() -> None:
     arrive.
     """
     env = {"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())}
-    for answer in run_ranks(emulated_faults.never_comes_to_copies, 2, env=env):
+    for answer in run_ranks(emulated_faults.absent_from_copies, 2, env=env):
         assert answer["type"] == "CollectiveTimeout", answer
         assert answer["op"] == "all_gather #3 (1000 x float32; one_shot, copy)"
         assert (
@@ -427,7 +427,7 @@ def test_copy_streams_are_released_after_the_deadline() -> None:
 @pytest.mark.parametrize("captured", [False, True])
 def test_copies_have_a_deadline_after_the_barrier(captured: bool) -> None:
     env = {"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())}
-    first, second = run_ranks(emulated_faults.copies_stop, 2, captured, env=env)
+    first, second = run_ranks(emulated_faults.stopped_before_copies, 2, captured, env=env)
     for answer in (first, second):
         assert answer["type"] == "CollectiveTimeout", answer
         assert "rank 0 waited longer than 0.3 s for a copy, or space for one," in answer["text"], (
@@ -440,7 +440,7 @@ def test_copies_have_a_deadline_after_the_barrier(captured: bool) -> None:
 @pytest.mark.parametrize("how", ["synchronize", "finalize"])
 def test_a_mismatch_in_the_last_operation_is_reported(how: str) -> None:
     """It blocks no rank, and there is no next launch to report it."""
-    for answer in run(emulated_faults.differs_at_the_end, 3, how):
+    for answer in run(emulated_faults.mismatch_at_the_end, 3, how):
         assert answer["type"] == "CollectiveMismatch", answer
         assert "called a different operation (number 3 of" in answer["text"]
         assert answer["op"] in [
@@ -449,7 +449,7 @@ def test_a_mismatch_in_the_last_operation_is_reported(how: str) -> None:
 
 
 def test_kernels_that_wait_for_a_rank_without_a_gpu_side_end() -> None:
-    answers = run(emulated_faults.fails_when_others_are_ready, 3)
+    answers = run(emulated_faults.setup_fails_last, 3)
     assert [answer["type"] for answer in answers] == ["PeerDied", "SystemFailure", "PeerDied"]
     for answer in (answers[0], answers[2]):
         assert (

@@ -36,11 +36,11 @@ def test_user_schedules() -> None:
 
 
 def test_window_positions_that_change_in_every_call() -> None:
-    run(one_sided_ranks.many_places, 2)
+    run(one_sided_ranks.many_positions, 2)
 
 
 def test_another_window_position_is_a_mismatch() -> None:
-    answers = run(one_sided_ranks.other_places, 2)
+    answers = run(one_sided_ranks.other_positions, 2)
     assert all(answer.startswith("CollectiveMismatch") for answer in answers), answers
 
 

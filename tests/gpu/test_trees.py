@@ -22,13 +22,13 @@ from miraccl.schedule.reduction import NUMPY_DTYPE, fold, premultiply
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu.emulator import Machine, needs_compiler
 from tests.gpu.emulator.collective import (
-    asked,
     launch_each,
     machine,
+    make_request,
+    masked_to_ones,
     run,
     run_in_a_row,
-    small,
-    special,
+    small_plan,
 )
 from tests.gpu.worker import make_input
 
@@ -43,7 +43,7 @@ def along(
     proto: str = "ll128",
     root: int = 0,
 ) -> Request:
-    return asked(collective, dtype, count, nranks, TREES, proto, root)
+    return make_request(collective, dtype, count, nranks, TREES, proto, root)
 
 
 def branches(
@@ -191,7 +191,7 @@ DTYPES = [
 def test_all_reduce_of_every_type(dtype: DType, proto: str) -> None:
     for count in (1, 203, 6007):
         request = along(Collective.ALL_REDUCE, dtype, count, 4, proto)
-        assert check_sums(machine(4), request, small(request), repeat=2) == [""] * 4
+        assert check_sums(machine(4), request, small_plan(request), repeat=2) == [""] * 4
 
 
 @needs_compiler
@@ -204,7 +204,7 @@ def test_all_reduce_among_any_number(nranks: int, dtype: DType, proto: str) -> N
         request = along(Collective.ALL_REDUCE, dtype, count, nranks, proto)
         for order in ORDERS[nranks]:
             assert (
-                check_sums(machine(nranks), request, small(request, unroll=unroll), order)
+                check_sums(machine(nranks), request, small_plan(request, unroll=unroll), order)
                 == [""] * nranks
             )
 
@@ -214,14 +214,16 @@ def test_all_reduce_among_any_number(nranks: int, dtype: DType, proto: str) -> N
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.INT32])
 def test_operators(op: RedOp, dtype: DType) -> None:
     request = replace(along(Collective.ALL_REDUCE, dtype, 3001, 4), op=op)
-    assert check_sums(machine(4), request, small(request)) == [""] * 4
+    assert check_sums(machine(4), request, small_plan(request)) == [""] * 4
 
 
 @needs_compiler
 def test_the_elements_of_a_tree_do_not_depend_on_the_launch() -> None:
     request = along(Collective.ALL_REDUCE, DType.BFLOAT16, 20_003, 4)
     for blocks in (1, 3, 40):
-        assert check_sums(machine(4), request, replace(small(request), blocks=blocks)) == [""] * 4
+        assert (
+            check_sums(machine(4), request, replace(small_plan(request), blocks=blocks)) == [""] * 4
+        )
 
 
 @needs_compiler
@@ -243,7 +245,13 @@ def test_every_root(
         for root in range(4):
             request = along(collective, dtype, 6001, 4, proto, root)
             assert (
-                run(four, request, replace(small(request), blocks=1), inputs=inputs, order=order)
+                run(
+                    four,
+                    request,
+                    replace(small_plan(request), blocks=1),
+                    inputs=inputs,
+                    order=order,
+                )
                 == [""] * 4
             )
 
@@ -258,7 +266,7 @@ def test_one_way_among_any_number(collective: Collective, nranks: int) -> None:
             run(
                 machine(nranks),
                 request,
-                small(request, unroll=unroll),
+                small_plan(request, unroll=unroll),
                 repeat=2,
                 offset=1,
                 close=True,
@@ -276,7 +284,7 @@ def test_slots_are_reused(
 ) -> None:
     """The minimum number of slots, and the maximum lag for them."""
     request = along(collective, dtype, 24_001, nranks, root=1)
-    plan = replace(small(request), blocks=1, lookahead=1000)
+    plan = replace(small_plan(request), blocks=1, lookahead=1000)
     lanes = {Collective.ALL_REDUCE: 3, Collective.REDUCE: 2, Collective.BROADCAST: 1}[collective]
     monkeypatch.setattr(
         layout,
@@ -315,7 +323,7 @@ def test_only_tree_neighbours_communicate() -> None:
     order = ORDERS[8][1]
     eight = OnlyNeighbours(8)
     assert sum(box == eight.nowhere.ctypes.data for box in eight.comm_args(0, order).outboxes) > 1
-    assert run(eight, request, small(request), order=order, repeat=3) == [""] * 8
+    assert run(eight, request, small_plan(request), order=order, repeat=3) == [""] * 8
 
 
 @needs_compiler
@@ -328,8 +336,8 @@ def test_words_that_are_masked_to_ones(collective: Collective, nranks: int) -> N
         along(collective, DType.UINT32, 20_001, nranks, root=nranks - 1), op=RedOp.MAX
     )
     for launch in range(3):
-        words = special(request.count, launch, launch)
-        assert run(fresh, request, small(request), inputs=[words] * nranks) == [""] * nranks
+        words = masked_to_ones(request.count, launch, launch)
+        assert run(fresh, request, small_plan(request), inputs=[words] * nranks) == [""] * nranks
 
 
 KINDS = [
@@ -354,10 +362,10 @@ def test_ranks_that_run_ahead(collective: Collective | None) -> None:
     for turn, (kind, algo, proto) in enumerate(
         KINDS * 3 if collective is None else [(collective, TREES, "ll128")] * 30
     ):
-        request = asked(
+        request = make_request(
             kind, DType.INT32, (1, 2003, 100)[turn % 3], 4, algo, proto, root=turn // 7 % 4
         )
-        operations.append((request, small(request)))
+        operations.append((request, small_plan(request)))
     assert [text for text in run_in_a_row(Machine(4), operations) if text] == []
 
 

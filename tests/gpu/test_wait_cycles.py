@@ -18,14 +18,14 @@ from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.messages import LoweredMessages, P2pMessage, lower_messages
 from miraccl.executor.cuda.source import Framing
 from miraccl.types import DType
-from tests.gpu.emulator import Machine, change_kernels, launch, needs_compiler, weak_memory
+from tests.gpu.emulator import Machine, launch, needs_compiler, patch_kernels, weak_memory
 from tests.gpu.emulator.exchange import THREADS, Send, blocks_of, hold_table, run
-from tests.gpu.test_messages import FRAMES, few, rules, shrink_pool
+from tests.gpu.test_messages import FRAMES, pool_rules, rules, shrink_pool
 
 pytestmark = needs_compiler
 
 
-def circle_of(where: Machine, rank: int) -> list[int]:
+def reported_cycle(where: Machine, rank: int) -> list[int]:
     """Return the ranks of the cycle that a rank has reported, itself first."""
     host = where.host[rank]
     found = [rank, int(host[layout.HOST_PEER])]
@@ -39,7 +39,7 @@ RIGHT = {
     "a message before": [Send(0, 1, 40), Send(1, 0, LONG)],
     "all at once": [Send(a, b, LONG) for a in range(3) for b in range(3)],
 }
-CIRCLES: dict[str, tuple[int, list[Send], dict[int, list[int]]]] = {
+CYCLES: dict[str, tuple[int, list[Send], dict[int, list[int]]]] = {
     # ranks, messages to which one side comes, the circle that each rank reports
     "receives": (2, [Send(1, 0, 40, half=0), Send(0, 1, 4000, half=1)], {0: [0, 1], 1: [1, 0]}),
     "sends": (2, [Send(0, 1, LONG, half=0), Send(1, 0, LONG, half=1)], {0: [0, 1], 1: [1, 0]}),
@@ -71,23 +71,23 @@ CIRCLES: dict[str, tuple[int, list[Send], dict[int, list[int]]]] = {
     [(Framing.LINE, False), (Framing.PAIR, False), (Framing.LINE, True)],
     ids=["line", "pair", "bulk"],
 )
-@pytest.mark.parametrize("case", CIRCLES)
+@pytest.mark.parametrize("case", CYCLES)
 def test_cycles_are_reported(
     monkeypatch: pytest.MonkeyPatch, case: str, pool: bool, frame: Framing
 ) -> None:
     """Long before the deadline, also after valid messages."""
-    nranks, sends, circles = CIRCLES[case]
+    nranks, sends, circles = CYCLES[case]
     if pool:
         shrink_pool(monkeypatch)
     where = Machine(nranks, timeout_s=60)
     for before in RIGHT.values():
         right_before = [send for send in before if max(send.src, send.dst) < nranks]
-        assert [text for text in run(where, few(nranks, frame), right_before) if text] == []
-    run(where, few(nranks, frame), sends)
+        assert [text for text in run(where, pool_rules(nranks, frame), right_before) if text] == []
+    run(where, pool_rules(nranks, frame), sends)
     assert where.errors() == [
         layout.ERROR_CYCLE if rank in circles else 0 for rank in range(nranks)
     ]
-    assert {rank: circle_of(where, rank) for rank in circles} == circles
+    assert {rank: reported_cycle(where, rank) for rank in circles} == circles
 
 
 def test_a_rank_that_waits_for_a_cycle_is_not_in_it() -> None:
@@ -97,17 +97,17 @@ def test_a_rank_that_waits_for_a_cycle_is_not_in_it() -> None:
     assert where.errors() == [layout.ERROR_CYCLE, layout.ERROR_CYCLE, layout.ERROR_TIMEOUT]
 
 
-MAY_GO_ON = {
+MAY_PROCEED = {
     "the other one sends, too": [Send(0, 1, LONG, half=0), Send(1, 0, 40)],
     "nobody has begun": [Send(1, 0, 40, half=0), Send(2, 1, 40, half=1)],
     "the last one holds nobody": [Send(1, 0, 40, half=0), Send(2, 1, 40, half=1), Send(1, 2, 40)],
 }
 
 
-@pytest.mark.parametrize("case", MAY_GO_ON)
+@pytest.mark.parametrize("case", MAY_PROCEED)
 def test_waits_for_ranks_that_may_proceed_last_until_the_deadline(case: str) -> None:
     where = Machine(3, timeout_s=0.5)
-    run(where, rules(3), MAY_GO_ON[case])
+    run(where, rules(3), MAY_PROCEED[case])
     assert set(where.errors()) == {0, layout.ERROR_TIMEOUT}
 
 
@@ -143,7 +143,7 @@ def test_nothing_is_sent_behind_a_failed_wait(signature: int) -> None:
 SIZES = (0, 9, 40, 1000, 4999, 20_000, 60_000)
 
 
-OFTEN = {
+FREQUENT_CHECKS = {
     "++w.polls >= WARP_SPINS_BEFORE_CHECK": "++w.polls >= 2",
     "++w.polls < SPINS_BEFORE_CHECK": "++w.polls < 3",
 }
@@ -153,10 +153,10 @@ OFTEN = {
 def flaw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make checks frequent and replace the first fragment of kernel source by the second."""
     text, instead = request.param
-    change_kernels(monkeypatch, OFTEN | {text: instead})
+    patch_kernels(monkeypatch, FREQUENT_CHECKS | {text: instead})
 
 
-def what_ends_wrongly(seed: int, pool: bool, timeout_s: float = 30.0) -> str:
+def failures_of(seed: int, pool: bool, timeout_s: float = 30.0) -> str:
     """Run messages in a deadlock-free order, in random launches; return errors and wrong messages."""
     rng = random.Random(seed)
     nranks, frame = rng.choice([2, 3, 4]), rng.choice(FRAMES)
@@ -165,7 +165,7 @@ def what_ends_wrongly(seed: int, pool: bool, timeout_s: float = 30.0) -> str:
         ends = [[src, (src + 1) % nranks] for src, _ in ends]
     sources = [np.frombuffer(rng.randbytes(rng.choice(SIZES)), np.uint8) for _ in ends]
     targets = [np.full(source.size, 0x5A, np.uint8) for source in sources]
-    where, found, keep = Machine(nranks, timeout_s), few(nranks, frame), []
+    where, found, keep = Machine(nranks, timeout_s), pool_rules(nranks, frame), []
     programs: list[list[LoweredMessages]] = []
     for rank in range(nranks):
         mine = []
@@ -214,15 +214,17 @@ def test_programs_that_end_have_no_cycle(
         shrink_pool(monkeypatch)
     for seed in range(1, 9):
         with weak_memory(seed) if weak else contextlib.nullcontext():
-            assert not what_ends_wrongly(seed, pool)
+            assert not failures_of(seed, pool)
 
 
-HELPS = ("if (!(served >> r & 1) && load_word(count)", "if (load_word(count)")
-COUNTS = ("load_word(count) < (reported & WAIT_COUNT)", "true")
+WITHOUT_SERVED = ("if (!(served >> r & 1) && load_word(count)", "if (load_word(count)")
+WITHOUT_COUNT = ("load_word(count) < (reported & WAIT_COUNT)", "true")
 
 
-@pytest.mark.parametrize("flaw", [HELPS, COUNTS], indirect=True, ids=["who helps", "counts"])
+@pytest.mark.parametrize(
+    "flaw", [WITHOUT_SERVED, WITHOUT_COUNT], indirect=True, ids=["who helps", "counts"]
+)
 @pytest.mark.usefixtures("flaw")
 def test_a_rank_that_may_proceed_is_not_held() -> None:
     """Without a part of the rule, cycles are reported that do not exist."""
-    assert any(what_ends_wrongly(seed, False, 2.0) for seed in range(1, 200))
+    assert any(failures_of(seed, False, 2.0) for seed in range(1, 200))

@@ -17,11 +17,11 @@ from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.executor.cuda.source import Framing
 from miraccl.types import Collective, DType
-from tests.gpu.emulator import Machine, change_kernels, needs_compiler, weak_memory
-from tests.gpu.emulator.collective import asked, run, run_in_a_row
+from tests.gpu.emulator import Machine, needs_compiler, patch_kernels, weak_memory
+from tests.gpu.emulator.collective import make_request, run, run_in_a_row
 from tests.gpu.emulator.exchange import Send
 from tests.gpu.emulator.exchange import run as exchange
-from tests.gpu.test_messages import few, rules, shrink_pool
+from tests.gpu.test_messages import pool_rules, rules, shrink_pool
 
 pytestmark = needs_compiler
 
@@ -54,7 +54,7 @@ class Flaw:
 @pytest.fixture
 def flaw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Flaw:
     found: Flaw = request.param
-    change_kernels(monkeypatch, {found.text: found.instead})
+    patch_kernels(monkeypatch, {found.text: found.instead})
     return found
 
 
@@ -63,7 +63,7 @@ def small_bank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "HALF_BYTES", HALF_BYTES)
 
 
-def wrong_packets(
+def packet_errors(
     collective: Collective,
     algo: str,
     nranks: int,
@@ -71,7 +71,7 @@ def wrong_packets(
     timeout_s: float = 60.0,
 ) -> Iterator[str]:
     """Yield errors of several launches in a row, with more tiles than slots, for each seed."""
-    request = asked(collective, DType.INT32, 6001, nranks, algo, "ll128", root=nranks - 1)
+    request = make_request(collective, DType.INT32, 6001, nranks, algo, "ll128", root=nranks - 1)
     plan = DevicePlan(algo=algo, proto="ll128", blocks=2, threads=32, unroll=1)
     for seed in seeds:
         with weak_memory(seed):
@@ -81,7 +81,7 @@ def wrong_packets(
 @pytest.mark.parametrize(("collective", "algo", "nranks"), PACKETS)
 @pytest.mark.usefixtures("small_bank")
 def test_packets(collective: Collective, algo: str, nranks: int) -> None:
-    assert not list(wrong_packets(collective, algo, nranks))
+    assert not list(packet_errors(collective, algo, nranks))
 
 
 @pytest.mark.parametrize(
@@ -109,21 +109,25 @@ def test_packets(collective: Collective, algo: str, nranks: int) -> None:
 def test_slots_reused_before_they_were_seen_cleared_are_detected(
     collective: Collective, algo: str
 ) -> None:
-    assert next(wrong_packets(collective, algo, 2, MANY, timeout_s=1.0))
+    assert next(packet_errors(collective, algo, 2, MANY, timeout_s=1.0))
 
 
-def wrong_parts(
+def double_buffered_errors(
     nranks: int, between: int = 1, seeds: Sequence[int] = SEEDS, timeout_s: float = 60.0
 ) -> Iterator[str]:
     """Yield errors of double-buffered launches in a row, with single-tile launches in between."""
-    request = asked(
+    request = make_request(
         Collective.ALL_REDUCE, DType.INT32, 128 * 2 * nranks + 5, nranks, "two_shot", "ll128"
     )
     plan = DevicePlan(
         algo="two_shot", proto="ll128", blocks=2, threads=32, unroll=1, double_buffered=True
     )
-    less = asked(Collective.ALL_REDUCE, DType.INT32, 60 * nranks, nranks, "two_shot", "ll128")
-    more = asked(Collective.ALL_REDUCE, DType.INT32, 128 * 4 * nranks, nranks, "two_shot", "ll128")
+    less = make_request(
+        Collective.ALL_REDUCE, DType.INT32, 60 * nranks, nranks, "two_shot", "ll128"
+    )
+    more = make_request(
+        Collective.ALL_REDUCE, DType.INT32, 128 * 4 * nranks, nranks, "two_shot", "ll128"
+    )
     for seed in seeds:
         with weak_memory(seed):
             once = [(less, plan)] * between
@@ -140,7 +144,7 @@ def wrong_parts(
 
 @pytest.mark.parametrize("nranks", [2, 3])
 def test_double_buffered(nranks: int) -> None:
-    assert not list(wrong_parts(nranks))
+    assert not list(double_buffered_errors(nranks))
 
 
 @pytest.mark.parametrize(
@@ -156,11 +160,11 @@ def test_double_buffered(nranks: int) -> None:
 )
 @pytest.mark.usefixtures("flaw")
 def test_tiles_not_seen_cleared_are_detected() -> None:
-    assert next(wrong_parts(2, 0, MANY, timeout_s=1.0))
+    assert next(double_buffered_errors(2, 0, MANY, timeout_s=1.0))
 
 
-def wrong_steps(algo: str, seeds: Sequence[int] = SEEDS, timeout_s: float = 60.0) -> Iterator[str]:
-    request = asked(Collective.ALL_REDUCE, DType.INT32, 9001, 2, algo, "simple")
+def step_errors(algo: str, seeds: Sequence[int] = SEEDS, timeout_s: float = 60.0) -> Iterator[str]:
+    request = make_request(Collective.ALL_REDUCE, DType.INT32, 9001, 2, algo, "simple")
     plan = DevicePlan(algo=algo, proto="simple", blocks=2, threads=32, unroll=1)
     for seed in seeds:
         with weak_memory(seed):
@@ -175,7 +179,7 @@ def bank_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("algo", ["ring", "two_shot", "recursive_doubling"])
 @pytest.mark.usefixtures("bank_for_steps")
 def test_steps(algo: str) -> None:
-    assert not list(wrong_steps(algo))
+    assert not list(step_errors(algo))
 
 
 @pytest.mark.parametrize(
@@ -185,10 +189,10 @@ def test_steps(algo: str) -> None:
 )
 @pytest.mark.usefixtures("bank_for_steps", "flaw")
 def test_a_message_without_a_fence_is_detected() -> None:
-    assert next(wrong_steps("ring", MANY, timeout_s=1.0))
+    assert next(step_errors("ring", MANY, timeout_s=1.0))
 
 
-def wrong_messages(
+def message_errors(
     large: bool, seeds: Sequence[int] = SEEDS, timeout_s: float = 60.0
 ) -> Iterator[str]:
     sizes = (5000, 9000, 40_000) if large else (1, 500, 9000)
@@ -198,7 +202,7 @@ def wrong_messages(
         with weak_memory(seed):
             for _ in range(3):
                 yield from filter(
-                    None, exchange(where, few(2) if large else rules(2, Framing.PAIR), sends)
+                    None, exchange(where, pool_rules(2) if large else rules(2, Framing.PAIR), sends)
                 )
 
 
@@ -210,7 +214,7 @@ def small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.usefixtures("small_pool")
 def test_messages(large: bool) -> None:
-    assert not list(wrong_messages(large))
+    assert not list(message_errors(large))
 
 
 @pytest.mark.parametrize(
@@ -224,4 +228,4 @@ def test_messages(large: bool) -> None:
 )
 @pytest.mark.usefixtures("small_pool", "flaw")
 def test_a_chunk_without_a_fence_is_detected() -> None:
-    assert next(wrong_messages(True, MANY, timeout_s=1.0))
+    assert next(message_errors(True, MANY, timeout_s=1.0))

@@ -87,7 +87,7 @@ class Rank:
         graph = self.cuda.end_capture(stream)
         return lambda: self.cuda.streams[stream].replay(graph)
 
-    def wrong(self, case: str) -> None:
+    def leave_unmatched(self, case: str) -> None:
         """Leave one or more messages unmatched, without blocking any rank."""
         first, last, n = self.rank == 0, self.rank == self.nranks - 1, self.nranks
         if case == "counts":
@@ -111,7 +111,7 @@ class Rank:
             self.comm.send(self.one, n - 1, stream=0) if case == "a plain send before" else None
             self.scatter(0)
 
-    def stay(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait for all ranks, whose GPUs have finished."""
         self.cuda.cuCtxSynchronize()
         self.world.barrier("stay")
@@ -123,7 +123,7 @@ def rank(hosts: str, timeout: float = 60.0) -> Iterator[Rank]:
         yield Rank(world, hosts, timeout)
 
 
-def told(call: Callable[[], Any]) -> str:
+def error_of(call: Callable[[], Any]) -> str:
     """Return the error of ``call`` as text."""
     try:
         call()
@@ -132,32 +132,32 @@ def told(call: Callable[[], Any]) -> str:
     return ""
 
 
-def at_the_end(hosts: str, case: str, before: int) -> tuple[str, str]:
+def errors_at_finalize(hosts: str, case: str, before: int) -> tuple[str, str]:
     """Return the errors of ``finalize`` and of a second ``finalize``."""
     with rank(hosts) as me:
         me.right(before)
         me.comm.synchronize()
         me.world.barrier("before they differ")
-        me.wrong(case)
-        return told(me.comm.finalize), told(me.comm.finalize)
+        me.leave_unmatched(case)
+        return error_of(me.comm.finalize), error_of(me.comm.finalize)
 
 
-def when_it_is_there(hosts: str, case: str) -> tuple[str, str]:
+def errors_at_synchronize(hosts: str, case: str) -> tuple[str, str]:
     """Return the errors of ``synchronize``, for messages that have arrived, and of ``finalize``."""
     with rank(hosts) as me:
         me.right(2)
         me.world.barrier("before they differ")
-        me.wrong(case)
-        me.stay()
+        me.leave_unmatched(case)
+        me.wait_for_all()
         pause = threading.Event()
         for _ in range(1000):  # another rank may find it, and this one hears of it
-            if text := told(me.comm.synchronize):
+            if text := error_of(me.comm.synchronize):
                 break
             pause.wait(0.01)
-        return text, told(me.comm.finalize)
+        return text, error_of(me.comm.finalize)
 
 
-def right_programs(hosts: str) -> None:
+def correct_programs(hosts: str) -> None:
     """Early messages, graphs, streams and late or missing receives of plain sends raise nothing."""
     with rank(hosts) as me:
         comm, n, first, last = me.comm, me.nranks, me.rank == 0, me.rank == me.nranks - 1
@@ -172,9 +172,9 @@ def right_programs(hosts: str) -> None:
         for number in range(8):
             if first:
                 me.scatter(0, streams[number % 2])
-                me.stay()
+                me.wait_for_all()
             else:  # it lies there, and this rank has not come to it
-                me.stay()
+                me.wait_for_all()
                 comm.synchronize()
                 me.scatter(0, streams[number % 2])
             me.exchange([0] * (n - 1) + [2 * first], [2 * last] + [0] * (n - 1))
@@ -184,7 +184,7 @@ def right_programs(hosts: str) -> None:
             me.right(2)
             comm.synchronize()
             comm.send(me.put(np.arange(3)), n - 1, stream=0) if first else None
-            me.stay()
+            me.wait_for_all()
             comm.synchronize()
             comm.recv(me.put(np.zeros(3)), 0, stream=0) if last else None
         comm.send(
@@ -193,7 +193,7 @@ def right_programs(hosts: str) -> None:
         comm.finalize()
 
 
-def found_by_a_lane(how: str) -> tuple[str, str]:
+def found_by_staging_thread(how: str) -> tuple[str, str]:
     """``finalize`` reports a multinode operation that failed without a later call."""
     with rank("AB", timeout=2.0 if how == "deadline" else 60.0) as me:
         x, said = me.put(np.ones(1000)), ""
@@ -208,5 +208,5 @@ def found_by_a_lane(how: str) -> tuple[str, str]:
             me.cuda.cuCtxSynchronize()
         me.world.barrier("after")
         while how == "told" and not said:
-            said = told(me.comm.synchronize)
-        return told(me.comm.finalize), said
+            said = error_of(me.comm.synchronize)
+        return error_of(me.comm.finalize), said

@@ -139,5 +139,5 @@ def test_fixed_limit_applies_to_all_sizes_and_kernels(most: int, nranks: int) ->
 @needs_compiler
 def test_communicators_respect_cta_options() -> None:
     run_ranks(
-        emulated_ranks.sparing, 2, env={"MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0
+        emulated_ranks.cta_policy, 2, env={"MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0
     )

@@ -124,7 +124,7 @@ def test_sends_and_receives(hosts: str, apart: bool) -> None:
 )
 def test_recurring_operations(hosts: str, kernels: bool) -> None:
     run_ranks(
-        fake_hosts.again,
+        fake_hosts.repeated_operations,
         len(hosts),
         hosts,
         kernels,
@@ -172,7 +172,7 @@ def test_driver_failure_is_reported_to_all() -> None:
 
 
 def test_kernel_report_reaches_other_nodes() -> None:
-    for text in run_ranks(fake_hosts.kernel_waits_in_vain, 4, "AABB", env=SMALL):
+    for text in run_ranks(fake_hosts.kernel_deadline, 4, "AABB", env=SMALL):
         assert text.startswith("CollectiveTimeout")
         assert "rank 3 waited longer than" in text
         assert "from rank 2 (" in text
@@ -180,7 +180,7 @@ def test_kernel_report_reaches_other_nodes() -> None:
 
 @pytest.mark.parametrize(("apart", "sends"), WAITS)
 def test_deadline_ends_waits(apart: bool, sends: bool) -> None:
-    texts = run_ranks(fake_hosts.lonely, 2, "AB", apart, sends)
+    texts = run_ranks(fake_hosts.waits_alone, 2, "AB", apart, sends)
     assert texts[0].startswith("CollectiveTimeout")
     assert "rank 1" in texts[0]
 
@@ -193,7 +193,7 @@ def test_different_operations_are_reported(hosts: str, apart: bool) -> None:
     pairs = [
         f"operator is sum on rank {rank}, max on rank {rank + n // 2}" for rank in range(n // 2)
     ]
-    for text in run_ranks(fake_hosts.differing, n, hosts, apart):
+    for text in run_ranks(fake_hosts.mismatched_operators, n, hosts, apart):
         assert text.startswith("CollectiveMismatch")
         assert any(pair in text for pair in pairs), text
 
@@ -204,9 +204,7 @@ def test_different_operations_are_reported(hosts: str, apart: bool) -> None:
 )
 def test_errors_of_parts_name_the_call(hosts: str, apart: bool, count: int) -> None:
     """Shards and segments have other counts than the application's call."""
-    for text in run_ranks(
-        fake_hosts.differing_in_counts, len(hosts), hosts, apart, count, env=SMALL
-    ):
+    for text in run_ranks(fake_hosts.mismatched_counts, len(hosts), hosts, apart, count, env=SMALL):
         named = re.search(r", a part of all_reduce of (\d+) x float32 on rank (\d): ", text)
         assert named is not None, text
         assert named[1] == str(count + 4 * (int(named[2]) < len(hosts) // 2)), text
@@ -231,7 +229,7 @@ IN_DIFFERENT_CALLS = {
 def test_deadlocks_between_nodes_are_reported(hosts: str) -> None:
     cases, env = list(IN_DIFFERENT_CALLS[hosts]), WITH_EMULATOR | {"MIRACCL_SMS": "1"}
     for errors in run_ranks(
-        fake_hosts.in_different_calls,
+        fake_hosts.deadlocks_in_different_calls,
         len(hosts),
         hosts,
         cases,
@@ -249,7 +247,7 @@ def test_deadlock_of_gpu_and_cpu_calls_is_reported(hosts: str) -> None:
     calls = [("synchronize", "all_reduce"), ("synchronize", "split"), ("all_reduce", "synchronize")]
     env = WITH_EMULATOR | {"MIRACCL_SMS": "1"}
     for errors in run_ranks(
-        fake_hosts.against_the_cpu, len(hosts), hosts, calls, hosts == "AABB", env=env
+        fake_hosts.gpu_and_cpu_calls, len(hosts), hosts, calls, hosts == "AABB", env=env
     ):
         for error, (others, odd) in zip(errors, calls, strict=True):
             assert error.startswith("CollectiveMismatch: ")
@@ -263,11 +261,11 @@ def test_deadlock_of_gpu_and_cpu_calls_is_reported(hosts: str) -> None:
 
 
 def test_late_rank_is_waited_for() -> None:
-    run_ranks(fake_hosts.late, 2, "AB")
+    run_ranks(fake_hosts.late_rank, 2, "AB")
 
 
 def test_stalled_network_is_no_deadlock() -> None:
-    run_ranks(fake_hosts.stands_still, 3, env={"MIRACCL_SOCKET_BUFFER": "64K"})
+    run_ranks(fake_hosts.stalled_transfer, 3, env={"MIRACCL_SOCKET_BUFFER": "64K"})
 
 
 @pytest.mark.parametrize(
@@ -283,7 +281,7 @@ def test_stalled_network_is_no_deadlock() -> None:
     ids=["type", "count"],
 )
 def test_message_mismatch_describes_both_ends(count: int, dtype: DType, text: str) -> None:
-    for error in run_ranks(fake_hosts.unlike_messages, 2, "AB", count, dtype, env=SMALL):
+    for error in run_ranks(fake_hosts.mismatched_messages, 2, "AB", count, dtype, env=SMALL):
         assert error.startswith("CollectiveMismatch: ")
         assert f"ranks called different operations: {text}" in error
 
@@ -318,7 +316,7 @@ def test_unmatched_messages_are_not_taken_for_later_ones(
     hosts: str, case: str, texts: tuple[str, ...]
 ) -> None:
     for error in run_ranks(
-        fake_hosts.unlike_collectives, len(hosts), hosts, False, case, env=SMALL
+        fake_hosts.mismatched_collectives, len(hosts), hosts, False, case, env=SMALL
     ):
         assert error.startswith("CollectiveMismatch: ")
         assert all(text in error for text in texts)
@@ -331,7 +329,7 @@ def test_unmatched_messages_are_not_taken_for_later_ones(
 )
 def test_unmatched_messages_inside_a_node(hosts: str, case: str) -> None:
     for error in run_ranks(
-        fake_hosts.unlike_collectives,
+        fake_hosts.mismatched_collectives,
         len(hosts),
         hosts,
         True,
@@ -345,28 +343,28 @@ def test_unmatched_messages_inside_a_node(hosts: str, case: str) -> None:
 @needs_compiler
 def test_mismatch_inside_a_node_is_reported_at_finalize() -> None:
     env = {"MIRACCL_SMS": "1", "MIRACCL_EMULATOR_CACHE": str(folder())}
-    for text in run_ranks(fake_hosts.unlike_at_the_end, 3, "AAB", env=env):
+    for text in run_ranks(fake_hosts.mismatch_at_the_end, 3, "AAB", env=env):
         assert text.startswith("CollectiveMismatch: ")
 
 
 @needs_compiler
 def test_fault_received_during_a_call_keeps_its_type() -> None:
     for text in run_ranks(
-        fake_hosts.told_between_checks, 2, env={"MIRACCL_EMULATOR_CACHE": str(folder())}
+        fake_hosts.reported_between_checks, 2, env={"MIRACCL_EMULATOR_CACHE": str(folder())}
     ):
         assert text.startswith("PeerDied: ")
         assert "rank 5 died: for a test" in text
 
 
 def test_fault_of_a_call_and_a_staging_thread_is_reported_once() -> None:
-    for text in run_ranks(fake_hosts.told_by_a_lane_later, 2):
+    for text in run_ranks(fake_hosts.reported_by_a_staging_thread, 2):
         assert text.startswith("PeerDied: ")
         assert "rank 5 died: for a test" in text
 
 
 @pytest.mark.parametrize("sends", [False, True])
 def test_broken_stream_ends_waits(sends: bool) -> None:
-    for text in run_ranks(fake_hosts.cut, 2, sends):
+    for text in run_ranks(fake_hosts.broken_connection, 2, sends):
         assert text.startswith("PeerDied")
         assert "has lost its connection to rank" in text
 
@@ -390,7 +388,7 @@ def test_death_ends_waits(hosts: str, apart: bool, sends: bool) -> None:
 )
 def test_exited_rank_is_not_waited_for(hosts: str, what: str, kernels: bool) -> None:
     env = {"MIRACCL_SMS": "1", "MIRACCL_EMULATOR_CACHE": str(folder())}
-    texts = run_ranks(fake_hosts.leaves, len(hosts), hosts, what, kernels, env=env)
+    texts = run_ranks(fake_hosts.exiting_rank, len(hosts), hosts, what, kernels, env=env)
     assert texts[0].startswith("PeerDied: ")
     assert f"rank {len(hosts) - 1} has left the communicator" in texts[0]
     assert not texts[-1]

@@ -28,7 +28,7 @@ MULTI_NODE_PHASES = [
     ("apart", "what"), [(False, "set-up"), (True, "set-up"), (False, "window")]
 )
 def test_all_phases_share_the_deadline(apart: bool, what: str) -> None:
-    first, second = run_ranks(setup_ranks.in_stages, 2, apart, what, timeout=90)
+    first, second = run_ranks(setup_ranks.deadline_in_phases, 2, apart, what, timeout=90)
     assert first["type"] == "CollectiveTimeout", first
     assert (
         "rank 1 of 2 did not arrive within 25 s (all of its phases share one deadline)"
@@ -120,7 +120,7 @@ def test_window_failure_is_reported_and_recoverable(
 
 
 def test_death_ends_wait_for_descriptors() -> None:
-    outcome = rank_outcomes(setup_ranks.dies_at_the_door, 2)[0].value
+    outcome = rank_outcomes(setup_ranks.dies_before_descriptors, 2)[0].value
     assert outcome["type"] == "PeerDied", outcome
     assert "rank 1 died" in outcome["text"]
     assert outcome["seconds"] < SOON_S
@@ -137,7 +137,7 @@ def test_abort_ends_multi_node_setup(how: Callable[[str], object], stage: str) -
 
 @pytest.mark.parametrize("which", ["direct", "gpu messages"])
 def test_stream_cut_before_welcome_is_reported(which: str) -> None:
-    got = run_ranks(setup_ranks.cut_before_the_welcome, 2, which)
+    got = run_ranks(setup_ranks.cut_before_welcome, 2, which)
     assert got[1]["type"] == "PeerDied", got
     assert "rank 1 has lost its connection to rank 0" in got[1]["text"]
     assert got[0]["type"] == "BootstrapError", got

@@ -95,7 +95,7 @@ def test_unmatched_messages_over_nodes_are_reported_at_finalize(
     hosts: str, case: str, before: int, text: str
 ) -> None:
     for answer in run_ranks(
-        unmatched_ranks.at_the_end, len(hosts), hosts, case, before, env=EMULATED
+        unmatched_ranks.errors_at_finalize, len(hosts), hosts, case, before, env=EMULATED
     ):
         assert answer == (text, "")
 
@@ -119,7 +119,7 @@ def test_unmatched_messages_on_one_host_are_reported_at_finalize(
     env: dict[str, str], case: str, before: int, text: str
 ) -> None:
     for said, again in run_ranks(
-        unmatched_ranks.at_the_end, 3, "", case, before, env=EMULATED | env
+        unmatched_ranks.errors_at_finalize, 3, "", case, before, env=EMULATED | env
     ):
         assert text in said
         assert not again
@@ -129,7 +129,7 @@ def test_unmatched_messages_on_one_host_are_reported_at_finalize(
 @needs_compiler
 def test_unmatched_messages_inside_one_of_several_nodes() -> None:
     answers = run_ranks(
-        unmatched_ranks.at_the_end, 3, "AAB", "counts inside a host", 1, env=EMULATED
+        unmatched_ranks.errors_at_finalize, 3, "AAB", "counts inside a host", 1, env=EMULATED
     )
     assert answers == 2 * [
         (COUNT_MISMATCH + "rank 0 sent more in all_to_all_v than rank 1 received", "")
@@ -155,7 +155,7 @@ def test_unmatched_messages_inside_one_of_several_nodes() -> None:
 )
 def test_synchronize_reports_unmatched_messages(hosts: str, case: str, text: str) -> None:
     for answer in run_ranks(
-        unmatched_ranks.when_it_is_there, len(hosts), hosts, case, env=EMULATED
+        unmatched_ranks.errors_at_synchronize, len(hosts), hosts, case, env=EMULATED
     ):
         assert answer == (text, "")
 
@@ -171,15 +171,17 @@ def test_synchronize_reports_unmatched_messages(hosts: str, case: str, text: str
     ],
 )
 def test_correct_programs_have_no_reports(hosts: str) -> None:
-    run_ranks(unmatched_ranks.right_programs, len(hosts) or 3, hosts, env=EMULATED, timeout=120.0)
+    run_ranks(unmatched_ranks.correct_programs, len(hosts) or 3, hosts, env=EMULATED, timeout=120.0)
 
 
 @pytest.mark.multiprocess
 def test_finalize_reports_fault_of_staging_thread() -> None:
-    answers = [text for text, _ in run_ranks(unmatched_ranks.found_by_a_lane, 2, "mismatch")]
+    answers = [
+        text for text, _ in run_ranks(unmatched_ranks.found_by_staging_thread, 2, "mismatch")
+    ]
     assert any(answers)
     assert all(not text or "operator is sum on rank 0, max on rank 1" in text for text in answers)
-    (text, _), other = run_ranks(unmatched_ranks.found_by_a_lane, 2, "deadline")
+    (text, _), other = run_ranks(unmatched_ranks.found_by_staging_thread, 2, "deadline")
     assert text.startswith("CollectiveTimeout: ")
     assert other == ("", "")
 
@@ -187,7 +189,7 @@ def test_finalize_reports_fault_of_staging_thread() -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("how", ["told", "aborted"])
 def test_finalize_repeats_no_report_and_no_abort(how: str) -> None:
-    for at_the_end, before in run_ranks(unmatched_ranks.found_by_a_lane, 2, how):
+    for at_the_end, before in run_ranks(unmatched_ranks.found_by_staging_thread, 2, how):
         assert not at_the_end
         assert before.startswith("CollectiveMismatch: ") == (how == "told")
 

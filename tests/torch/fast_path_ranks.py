@@ -184,7 +184,7 @@ def streams() -> None:
         me.same(out, me.tensor(me.left, 1001))
         comm.all_reduce(x, out, stream=0)
         comm.all_reduce(x, out, stream=one)
-        before, chosen = len(order.changes), cuda.choose(7)  # whose default stream 0 is now
+        before, chosen = len(order.changes), cuda.set_current(7)  # whose default stream 0 is now
         for stream in (0, 0, one):
             comm.all_reduce(x, out, stream=stream)
             assert cuda.current == chosen

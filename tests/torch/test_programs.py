@@ -14,7 +14,7 @@ pytest.importorskip(
 
 from tests.gpu.programs import records as at
 from tests.gpu.programs.draw import draw
-from tests.gpu.programs.orchestrator import Crew, Job
+from tests.gpu.programs.orchestrator import Job, RankProcesses
 from tests.gpu.programs.rank import Rank, touched
 from tests.support.ranks import run_ranks
 from tests.torch import programs
@@ -106,7 +106,7 @@ def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
         limit_s=120.0,
         options={"nsteps": 20, "dtypes": ["int32"]},
     )
-    crew = Crew(job, tmp_path)
+    crew = RankProcesses(job, tmp_path)
 
     def waits_for_the_other() -> bool:
         crew.send_signal(0, signal.SIGUSR1)  # it writes where it is

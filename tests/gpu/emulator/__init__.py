@@ -114,7 +114,7 @@ class Clock:
         )
         self._held = shared(ctypes.c_uint32, "clock_paused")
 
-    def looks(self) -> int:
+    def reads(self) -> int:
         """Return the number of clock reads by kernels."""
         return self._reads.value
 
@@ -122,7 +122,7 @@ class Clock:
         self._ahead.value += int(seconds * 1e9)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Block kernels that read the clock inside the block."""
         self._held.value = 1
         try:
@@ -145,7 +145,7 @@ def weak_memory(seed: int) -> Iterator[None]:
         word.value = 0
 
 
-def change_kernels(monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, str]) -> None:
+def patch_kernels(monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, str]) -> None:
     """Replace fragments of kernel source, which must exist, until the end of the test."""
     write = write_source
 

@@ -30,7 +30,7 @@ def machine(nranks: int) -> Machine:
     return Machine(nranks)
 
 
-def asked(
+def make_request(
     collective: Collective,
     dtype: DType,
     count: int,
@@ -51,7 +51,7 @@ def asked(
     )
 
 
-def small(request: Request, unroll: int = 1) -> DevicePlan:
+def small_plan(request: Request, unroll: int = 1) -> DevicePlan:
     """Return a request's plan with two blocks of 64 threads, so that there are several tiles."""
     plan = choose(request)
     if not plan.uses_packets:
@@ -59,7 +59,7 @@ def small(request: Request, unroll: int = 1) -> DevicePlan:
     return DevicePlan(algo=plan.algo, proto=plan.proto, blocks=2, threads=64, unroll=unroll)
 
 
-def special(count: int, launch: int, seed: int) -> Any:
+def masked_to_ones(count: int, launch: int, seed: int) -> Any:
     """Return words most of which are masked to ones or ESCAPE in a launch (``mask_word`` of
     source/packets.cuh).
     """
@@ -146,12 +146,12 @@ def launch_each(machine: Machine, requests: Sequence[Request | None]) -> None:
     args, blocks, held = [], [], np.zeros((len(requests), 64 << 10), np.uint8)
     for rank, request in enumerate(requests):
         mine = request or first
-        plan, comm_args = small(mine), machine.comm_args(rank)
+        plan, comm_args = small_plan(mine), machine.comm_args(rank)
         schedule = schedules.schedule_of(plan, mine, ())
         args.append(schedules.lower_plan(schedule, plan, mine, comm_args))
         struct.pack_into("<QQ", args[-1], 0, held[rank].ctypes.data, held[rank].ctypes.data)
         blocks.append(schedules.grid_blocks(plan, schedule) if request else 0)
-    machine.launch(kernel_spec(small(first), first), args, blocks)
+    machine.launch(kernel_spec(small_plan(first), first), args, blocks)
 
 
 def run_in_a_row(machine: Machine, operations: Sequence[tuple[Request, DevicePlan]]) -> list[str]:

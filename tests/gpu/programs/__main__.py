@@ -8,7 +8,7 @@ import time
 
 from tests.gpu.gpus import need_gpus
 from tests.gpu.programs.draw import draw
-from tests.gpu.programs.orchestrator import Job, conduct
+from tests.gpu.programs.orchestrator import Job, run_programs
 
 
 def main() -> int:
@@ -81,7 +81,7 @@ def main() -> int:
     if given.device == "cuda":
         need_gpus()
     begin = time.monotonic()
-    outcome = conduct(job, lambda text: print(text, flush=True))
+    outcome = run_programs(job, lambda text: print(text, flush=True))
     seconds = time.monotonic() - begin
     print(
         f"{outcome.passed} programs right, {len(outcome.failed)} wrong {sorted(outcome.failed)}, {seconds:.0f} s"

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from miraccl.types import DType
 from tests.gpu.programs import records as at
-from tests.gpu.programs.draw_messages import Together
+from tests.gpu.programs.draw_messages import BatchDrawer
 from tests.gpu.programs.values import bound_of
 
 SIZES = {
@@ -48,10 +48,10 @@ def draw(
     )
 
 
-class Drawer(Together):
+class Drawer(BatchDrawer):
     def __init__(self, seed: int, program: at.Program, huge: bool, plain: bool) -> None:
         super().__init__(random.Random(f"{program.api} {seed}"), program, plain)
-        self.graphs: dict[int, Remembered] = {}
+        self.graphs: dict[int, DrawnGraph] = {}
         larger = ["large"] if program.device != "emulated" else []
         self._sizes = ["small", "small", "middle", "middle", *larger, *(["huge"] if huge else [])]
 
@@ -229,7 +229,7 @@ class Drawer(Together):
             self.bounds[b] = bound_of(dtypes[b], kind)
         body = self.apart(buffers, comms, self.rng.randint(2, 7), in_graph=True)
         number = self.number()
-        self.graphs[number] = Remembered(kinds, calls_in(body))
+        self.graphs[number] = DrawnGraph(kinds, calls_in(body))
         self.steps.append(at.Graph(number, tuple(body), 1 + self.rng.randrange(2)))
         self.graphs[number].bounds = {b: self.bounds[b] for b in buffers}
         for b in buffers:
@@ -305,7 +305,7 @@ class Drawer(Together):
         return body
 
 
-class Remembered:
+class DrawnGraph:
     """Graph: how its buffers are filled before each replay, its calls, and the value bounds after
     it.
     """

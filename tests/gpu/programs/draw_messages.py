@@ -9,7 +9,7 @@ from tests.gpu.programs import records as at
 from tests.gpu.programs.draw_calls import REDUCES, Calls
 
 
-class Together(Calls):
+class BatchDrawer(Calls):
     """Part of ``draw.Drawer`` for messages and batches."""
 
     # ---- messages

@@ -16,11 +16,11 @@ from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import place, seen
 from tests.gpu.programs import records as at
 from tests.gpu.programs.draw_calls import NSTREAMS
-from tests.gpu.programs.memory import Memory, OnGpu
+from tests.gpu.programs.memory import GpuMemory, Memory
 from tests.runtime.reference import DTYPES
 
 
-class Emulated(OnGpu):
+class Emulated(GpuMemory):
     """Emulated memory and streams.
 
     Streams are handles; fills and copies are work of a stream like kernels. Only the default stream
@@ -30,7 +30,7 @@ class Emulated(OnGpu):
     def __init__(self, rank: int) -> None:
         super().__init__()
         self._cuda = EmulatedCuda(home=rank).install()
-        self._context = self._cuda.choose(self._cuda.home)
+        self._context = self._cuda.set_current(self._cuda.home)
         self._streams = [0, *(self._cuda.make_stream() for _ in range(NSTREAMS - 1))]
         self._now = 0  # the stream of fills and copies
 

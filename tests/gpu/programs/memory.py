@@ -52,7 +52,7 @@ def on_host(count: int, dtype: DType, skew: int, as_torch: bool, whole: Any = No
     return Memory(torch.from_numpy(bits).view(torch_dtype(dtype)), bits)
 
 
-class Cpu:
+class CpuMemory:
     """Memory of a program on the CPU; ``memory`` by buffer."""
 
     on_gpu = False
@@ -128,7 +128,7 @@ def bits_of(thing: Any) -> Any:
     return flat.view(getattr(torch, _SIGNED[flat.element_size()])).numpy()
 
 
-class OnGpu(Cpu):
+class GpuMemory(CpuMemory):
     """Memory with GPU streams, whose kind a subclass defines. ``_streams[0]`` is the default
     stream.
     """
@@ -221,7 +221,7 @@ class OnGpu(Cpu):
         self._last.clear()
 
 
-class Cuda(OnGpu):
+class Cuda(GpuMemory):
     def __init__(self, ordinal: int) -> None:
         import torch
 

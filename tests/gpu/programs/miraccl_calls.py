@@ -11,18 +11,18 @@ import miraccl
 from miraccl.runtime.gpu.work import DeviceWork
 from miraccl.types import PreMulSum, RedOp
 from tests.gpu.programs import records as at
-from tests.gpu.programs.memory import Cpu
+from tests.gpu.programs.memory import CpuMemory
 
 TIMEOUT_S = 60.0
 
 
-class Own:
+class MiracclCalls:
     """Communicators of one rank; ``works``: background operations."""
 
     leaves_behind = False
 
     def __init__(
-        self, program: at.Program, rank: int, nranks: int, meeting: dict[str, Any], place: Cpu
+        self, program: at.Program, rank: int, nranks: int, meeting: dict[str, Any], place: CpuMemory
     ) -> None:
         self._place = place
         self.comms: dict[int, Any] = {0: miraccl.init(timeout=TIMEOUT_S, **program.options)}

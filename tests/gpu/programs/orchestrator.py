@@ -47,7 +47,7 @@ class Outcome:
     failed: dict[int, str] = field(default_factory=dict)
 
 
-class Crew:
+class RankProcesses:
     """Processes of all ranks, which run one program after another."""
 
     def __init__(self, job: Job, folder: Path) -> None:
@@ -164,7 +164,7 @@ class Crew:
         return statuses
 
 
-def conduct(job: Job, say: Callable[[str], None]) -> Outcome:
+def run_programs(job: Job, say: Callable[[str], None]) -> Outcome:
     """Run the programs; after a failure, in new processes."""
     outcome, begin, crew, first = Outcome(), time.monotonic(), None, 0
     last_said = begin
@@ -178,7 +178,7 @@ def conduct(job: Job, say: Callable[[str], None]) -> Outcome:
             if crew is None:
                 folder = Path(name) / str(number)
                 folder.mkdir()
-                crew, first = Crew(job, folder), seed
+                crew, first = RankProcesses(job, folder), seed
             error = crew.run(seed, number)
             if error:
                 outcome.failed[seed] = error

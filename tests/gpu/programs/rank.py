@@ -26,15 +26,15 @@ import numpy as np
 
 from tests.gpu.programs import records as at
 from tests.gpu.programs.draw import draw
-from tests.gpu.programs.memory import Cpu, Cuda
-from tests.gpu.programs.miraccl_calls import Own
+from tests.gpu.programs.memory import CpuMemory, Cuda
+from tests.gpu.programs.miraccl_calls import MiracclCalls
 from tests.gpu.programs.model import Model
 from tests.runtime import reference as ref
 
 NOTE_BYTES = 1024
 
 
-class Notes:
+class ProgressFile:
     """Progress of the rank, in a file that survives it."""
 
     def __init__(self, path: Path) -> None:
@@ -50,7 +50,11 @@ class Rank:
     """One rank in one program."""
 
     def __init__(
-        self, program: at.Program, rank: int, meeting: dict[str, Any], notes: Notes | None = None
+        self,
+        program: at.Program,
+        rank: int,
+        meeting: dict[str, Any],
+        notes: ProgressFile | None = None,
     ) -> None:
         self._program, self._rank, self._notes = program, rank, notes
         self._note("meets the others")
@@ -60,7 +64,7 @@ class Rank:
 
             self.calls: Any = TorchCalls(program, rank, program.nranks, meeting, self.place)
         else:
-            self.calls = Own(program, rank, program.nranks, meeting, self.place)
+            self.calls = MiracclCalls(program, rank, program.nranks, meeting, self.place)
         self.model = Model(program)
         self._numbered: dict[int, at.Call | at.Messages] = {}
         self._made: list[tuple[at.Call, Any]] = []
@@ -99,7 +103,7 @@ class Rank:
         return ranks.index(self._rank) if self._rank in ranks else None
 
     def _step(self, step: at.Step) -> None:
-        self._dawdle(getattr(step, "stream", None) or 0)
+        self._random_delay(getattr(step, "stream", None) or 0)
         match step:
             case at.Call() | at.Messages():
                 self._numbered[step.number] = step
@@ -147,7 +151,7 @@ class Rank:
         for step in steps:
             self._step(step)
 
-    def _dawdle(self, stream: int) -> None:
+    def _random_delay(self, stream: int) -> None:
         """Sleep at random, so that ranks diverge."""
         chance = self._random.random()
         if chance < 0.06:
@@ -262,12 +266,12 @@ class Rank:
             raise AssertionError(f"{text}: {what}")
 
 
-def _place_of(device: str, rank: int, meeting: dict[str, Any]) -> Cpu:
+def _place_of(device: str, rank: int, meeting: dict[str, Any]) -> CpuMemory:
     if device == "emulated":
         from tests.gpu.programs.emulated import Emulated
 
         return Emulated(rank)
-    return Cuda(meeting["ordinal"]) if device == "cuda" else Cpu()
+    return Cuda(meeting["ordinal"]) if device == "cuda" else CpuMemory()
 
 
 def touched(steps: Any) -> set[int]:
@@ -294,7 +298,7 @@ def main() -> None:
     """Read lines of seed, api, nranks, device, options of ``draw``, and rendezvous."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    notes = Notes(folder / f"notes-{rank}")
+    notes = ProgressFile(folder / f"notes-{rank}")
     np.seterr(all="ignore")
     warnings.simplefilter("ignore", FutureWarning)  # PyTorch renames calls
     for line in sys.stdin:

@@ -12,7 +12,7 @@ import torch.distributed._functional_collectives as functional
 
 import miraccl.torch
 from tests.gpu.programs import records as at
-from tests.gpu.programs.memory import Cpu
+from tests.gpu.programs.memory import CpuMemory
 
 LIMIT = datetime.timedelta(seconds=60)
 _OPS = {"PROD": "PRODUCT"}
@@ -24,7 +24,7 @@ class TorchCalls:
     """Process groups of one rank."""
 
     def __init__(
-        self, program: at.Program, rank: int, nranks: int, meeting: dict[str, Any], place: Cpu
+        self, program: at.Program, rank: int, nranks: int, meeting: dict[str, Any], place: CpuMemory
     ) -> None:
         assert miraccl.torch.NAME
         self._place, self._rank, self._on_gpu = place, rank, place.on_gpu
