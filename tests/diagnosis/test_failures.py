@@ -209,13 +209,13 @@ MESSAGE = int(Collective.SEND_RECV) << 16
             "",
         ),  # rank 2 is missing in operation 4, which rank 1 has behind it
         (
-            [board(4), board(3, meeting={"op": "split", "alone": False})],
+            [board(4), board(3, control_op={"op": "split", "alone": False})],
             "",
         ),  # operation 4 of rank 1 may be under way beside it
         ([board(4, **IN_SPLIT), board(3, **IN_SPLIT), board(3)], ""),  # both are in it
         ([board(4), {"answered": False, "reason": "died"}], ""),
         (
-            [board(4, **IN_SPLIT), board(4, meeting={"op": "set-up", "alone": False}), board(4)],
+            [board(4, **IN_SPLIT), board(4, control_op={"op": "set-up", "alone": False}), board(4)],
             "split on rank 0, set-up on rank 1",
         ),
     ],
