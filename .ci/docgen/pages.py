@@ -93,10 +93,9 @@ def proxy_states() -> str:
 
 def protocol_trace() -> str:
     """The counterexample of a chain that acknowledges too early."""
-    from tests.gpu.protocols.chain import chain
-    from tests.gpu.protocols.search import search
+    from tests.gpu.protocols.documented import early_acknowledgement
 
-    return f"```\n{search(chain(2, pieces=2, nslots=1, settles=False, greets=False))}\n```"
+    return f"```\n{early_acknowledgement()}\n```"
 
 
 def accelerator_example() -> str:
