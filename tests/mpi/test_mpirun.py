@@ -74,4 +74,4 @@ def test_over_a_communicator_of_mpi4py(mpirun: Mpirun, tmp_path: Path) -> None:
         assert result["turned"] == [2, 1, 0]
         null, other = result["refused"]
         assert "null communicator" in null
-        assert "a object has no Get_rank, Get_size, bcast" in other
+        assert "a object without Get_rank, Get_size, bcast" in other

@@ -70,7 +70,7 @@ def test_summary_is_formatted_only_at_info_level(
     level: str, lines: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    monkeypatch.setattr(summary, "of_ranks", lambda rank, *_: made.append(rank))
+    monkeypatch.setattr(summary, "describe_rank", lambda rank, *_: made.append(rank))
     monkeypatch.setattr(
         trace.logger("init"), "isEnabledFor", lambda wanted: trace.LEVELS[level] <= wanted
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 
@@ -48,8 +49,8 @@ def test_mismatching_counts_are_reported(what: str, then: str) -> None:
         assert outcome.ok, f"{outcome.error}\n{outcome.output}"
         assert outcome.value["type"] == "CollectiveMismatch", outcome.value
         assert outcome.value["seconds"] < 2.5, outcome.value
-        text = "count" if what.startswith("list") else "ranks disagree"
-        assert text in outcome.value["text"], outcome.value
+        text = "count" if what.startswith("list") else "message count mismatch|size of a message"
+        assert re.search(text, outcome.value["text"]), outcome.value
 
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)
