@@ -9,7 +9,7 @@ TESTS ?=
 ENGINES ?= .venv-engines
 ENGINE_TESTS ?= tests/ray tests/mpi tests/launchers tests/interop tests/examples tests/torch/test_backend.py
 
-.PHONY: demo test test-engines lint types docs site bench clean help
+.PHONY: demo test test-engines lint types language structure docs diagrams site bench clean help
 
 demo: $(VENV)/.ready
 	@$(RUN) -m miraccl perf all_reduce --ranks 4 --sizes 256K,4M,16M
@@ -29,8 +29,18 @@ lint: $(VENV)/.ready-dev
 types: $(VENV)/.ready-dev
 	@$(PY) -m mypy
 
+# Aims, not gates: each prints the figures at commit ab73fdd beside the current ones. LIST=yes lists the places.
+language: $(VENV)/.ready
+	@$(RUN) .ci/codecheck language $(if $(LIST),--list)
+
+structure: $(VENV)/.ready
+	@$(RUN) .ci/codecheck structure $(if $(LIST),--list)
+
 docs: $(VENV)/.ready
 	@$(RUN) .ci/update-docs
+
+diagrams: $(VENV)/.ready
+	@$(RUN) .ci/update-docs --diagrams
 
 site: $(VENV)/.ready-docs
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
@@ -45,6 +55,8 @@ help:
 	@echo "make test   the tests"
 	@echo "make test-engines  the tests with Ray, Open MPI, MPICH, mpi4py and JAX, which it installs in $(ENGINES)"
 	@echo "make lint   ruff;  make types   mypy"
+	@echo "make language, make structure   figures of the code and their aims; LIST=yes lists the places"
+	@echo "make diagrams  redraw the diagrams of docs/design from the code"
 	@echo "make docs   regenerate the generated pages and blocks in docs/"
 	@echo "make site   build the documentation as a site in site/"
 	@echo "make bench  the quick measurements of bench/"

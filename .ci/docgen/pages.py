@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import click
 
-from docgen import chart, measurements
+from docgen import chart, diagrams, measurements
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -108,6 +108,7 @@ FILES: dict[str, Callable[[], str]] = {
     "images/all_reduce_gpu.svg": all_reduce_chart,
     "images/ring.svg": ring_drawing,
     "guide/reference/cli.md": cli_page,
+    **diagrams.FILES,
 }
 BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("guide/reference/settings.md", "settings"): settings_table,
@@ -126,8 +127,13 @@ def replace_block(text: str, name: str, block: str) -> str:
     return pattern.sub(lambda _: f"{begin}\n\n{block}\n\n{end}", text)
 
 
-def rendered() -> dict[Path, str]:
-    """Every generated file with the contents that it must have."""
+def rendered(only: Collection[str] | None = None) -> dict[Path, str]:
+    """Every generated file with the contents that it must have.
+
+    ``only`` restricts them to files of these names below ``docs/``, without blocks of pages.
+    """
+    if only is not None:
+        return {DOCS / name: make() for name, make in FILES.items() if name in only}
     texts = {DOCS / name: make() for name, make in FILES.items()}
     for (name, block), make in BLOCKS.items():
         path = DOCS / name

@@ -1,0 +1,1 @@
+"""Measurements of the source code: ``make language`` and ``make structure``."""
