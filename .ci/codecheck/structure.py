@@ -34,10 +34,10 @@ def structure_figures(root: Path) -> list[Figure]:
     return [
         Figure(
             name="upward imports",
-            now=len(graph.upward),
+            now=len({str(item) for item in graph.upward}),
             before=None,
             aim="0",
-            details=tuple(f"{item} (line {item.line})" for item in graph.upward),
+            details=tuple(dict.fromkeys(f"{item} (line {item.line})" for item in graph.upward)),
         ),
         Figure(
             name=f"modules that import more than {MAX_IMPORTS} others",

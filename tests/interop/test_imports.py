@@ -21,6 +21,7 @@ KNOWN_UPWARD = {
     "miraccl.executor.cuda.gpu -> miraccl.fastpath.cuda.layout",
     "miraccl.executor.cuda.message_launch -> miraccl.fastpath.cuda.table",
     "miraccl.ops.calls -> miraccl.planning.planner",
+    "miraccl.proxy.kernels.progress_engine -> miraccl.executor.cpu.kernels.layout",
     "miraccl.runtime.dispatch -> miraccl.api.communicator",
     "miraccl.runtime.measure -> miraccl.api.communicator",
 }
