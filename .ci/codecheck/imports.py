@@ -36,7 +36,10 @@ LAYERS = (
 
 LEAVES = "leaves"
 FACADE = "facade"
-"""Layer of the package's root, which every layer may import: it loads the others on demand."""
+"""Layer of the package's root and ``__main__``, which load the other layers on demand."""
+
+USERS = ("torch", "ray", "tools")
+"""Layers that import the package like an application does."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -87,13 +90,8 @@ class ImportGraph:
 
     @cached_property
     def upward(self) -> tuple[Import, ...]:
-        """The imports of a module in a higher layer."""
-        return tuple(
-            item
-            for item in self.imports
-            if FACADE not in (layer_of(item.source), layer_of(item.target))
-            and LAYERS.index(layer_of(item.target)) > LAYERS.index(layer_of(item.source))
-        )
+        """The imports of a module in a higher layer, or of the package's root from inside."""
+        return tuple(item for item in self.imports if _is_upward(item))
 
     def layer_edges(self) -> dict[str, set[str]]:
         """Return the imported layers by layer, without the facade."""
@@ -103,6 +101,15 @@ class ImportGraph:
             if FACADE not in (source, target) and source != target:
                 result[source].add(target)
         return result
+
+
+def _is_upward(item: Import) -> bool:
+    source, target = layer_of(item.source), layer_of(item.target)
+    if source == FACADE:
+        return False
+    if target == FACADE:
+        return source not in USERS
+    return LAYERS.index(target) > LAYERS.index(source)
 
 
 def layer_of(module: str) -> str:

@@ -25,6 +25,7 @@ from miraccl.errors import (
     SystemFailure,
 )
 from miraccl.types import Collective, DType, PreMulSum, Protocol, RedOp
+from miraccl.version import __version__
 
 if TYPE_CHECKING:
     from miraccl.api.communicator import Communicator
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from miraccl.bootstrap import UniqueId, get_unique_id
     from miraccl.runtime.group import group
     from miraccl.runtime.work import Work
-
-__version__ = "0.1.0"
 
 SUM, PROD, MIN, MAX, AVG = RedOp.SUM, RedOp.PROD, RedOp.MIN, RedOp.MAX, RedOp.AVG
 

@@ -61,6 +61,15 @@ def test_upward_imports_are_found(tmp_path: Path) -> None:
     assert [str(item) for item in graph.upward] == ["miraccl.topo.build -> miraccl.graph.plan"]
 
 
+def test_only_users_import_the_root(tmp_path: Path) -> None:
+    graph = write(
+        tmp_path,
+        graph__plan="import miraccl\nfrom miraccl import graph\n",
+        tools__cli="import miraccl\n",
+    )
+    assert [str(item) for item in graph.upward] == ["miraccl.graph.plan -> miraccl"]
+
+
 @pytest.mark.parametrize(
     ("module", "layer"),
     [

@@ -11,10 +11,9 @@ import threading
 from collections.abc import Iterable
 from types import FrameType
 
-import miraccl
 from miraccl import clock
 
-_PACKAGE = os.path.dirname(os.path.abspath(miraccl.__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _FOLDERS = [
     sysconfig.get_paths().get(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")
 ]

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from miraccl import __version__, clock, params, trace
+from miraccl import clock, params, trace
 from miraccl.bootstrap import Session
 from miraccl.deadline import Deadline
 from miraccl.diagnosis import blocked_ops
@@ -41,6 +41,7 @@ from miraccl.runtime.setup_phases import PendingSetup, SetupPhases
 from miraccl.runtime.wait_state import CoreWaitState
 from miraccl.runtime.work import BackgroundWorker, Work, check_timeout
 from miraccl.types import Collective, DType
+from miraccl.version import __version__
 from miraccl.wire.proxy_records import Loss
 
 _log = trace.logger("init")
