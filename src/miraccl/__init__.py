@@ -81,7 +81,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LATE:
         raise AttributeError(f"module 'miraccl' has no attribute {name!r}")
-    # Cached, so that ``miraccl.group`` stays the function even when a module of that name is loaded.
+    # Cached: ``miraccl.group`` stays the function even if a module of that name is loaded.
     value = getattr(importlib.import_module(_LATE[name]), name)
     globals()[name] = value
     return value

@@ -352,8 +352,8 @@ DEBUG_SUBSYS = declare(
     "DEBUG_SUBSYS",
     "",
     str.lower,
-    "Subsystems to log, comma separated, such as bootstrap,socket; ^ in front excludes them; empty: "
-    "all.",
+    "Subsystems to log, comma separated, such as bootstrap,socket; ^ in front excludes them; "
+    "empty: all.",
     kind="text",
     nccl="DEBUG_SUBSYS",
 )

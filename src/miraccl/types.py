@@ -94,8 +94,8 @@ class RedOp(enum.IntEnum):
     AVG = 4
     PREMUL_SUM = 5
 
-    # The caches of prepared calls are keyed by operator: 0 and False, which are rejected, must not find
-    # the entry of SUM.
+    # The caches of prepared calls are keyed by operator: 0 and False, which are rejected, must not
+    # find the entry of SUM.
     def __eq__(self, other: object) -> bool:
         return self is other
 

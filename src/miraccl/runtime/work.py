@@ -101,7 +101,7 @@ class BackgroundWorker:
     Args:
         name: Name of the thread.
         on_pending_change: Called before the first pending operation and after the last one:
-            meanwhile every call of the communicator queues up.
+            in between every call of the communicator queues up.
         wait_state: Returns the wait of the thread, for deadlock detection.
     """
 
