@@ -214,6 +214,13 @@ HOSTID = declare(
     kind="text",
     nccl="HOSTID",
 )
+NET = declare(
+    "NET",
+    "auto",
+    str,
+    "Transport between hosts: auto, tcp, or the name of another registered transport.",
+    kind="text",
+)
 SOCKET_IFNAME = declare(
     "SOCKET_IFNAME",
     "",

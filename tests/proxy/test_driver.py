@@ -8,9 +8,10 @@ import pytest
 
 from miraccl.proxy import driver
 from miraccl.proxy.driver import Driver
-from miraccl.transport.base import Fifo, FifoKind, FifoPair, NetConnection
+from miraccl.transport.base import Fifo, FifoPair, NetConnection
 from miraccl.transport.ends import RecvEnd, SendEnd
 from miraccl.transport.fifo import NSLOTS, FifoMemory, Mode, PlainAtomics, PrivateMemory
+from miraccl.transport.registry import TCP
 from miraccl.wire.proxy_records import Loss, LossKind
 from miraccl.wire.stream import Frame, FrameType, encode_frame
 
@@ -32,8 +33,8 @@ class Desk:
         self.atomics = StaleOnce()
         self.memory = FifoMemory(SLOT), FifoMemory(SLOT)
         pair = FifoPair(
-            send=Fifo.from_address(self.memory[0].address, SLOT, kind=FifoKind.NET),
-            recv=Fifo.from_address(self.memory[1].address, SLOT, kind=FifoKind.NET),
+            send=Fifo.from_address(self.memory[0].address, SLOT, capabilities=TCP.capabilities),
+            recv=Fifo.from_address(self.memory[1].address, SLOT, capabilities=TCP.capabilities),
         )
         here, self.there = socket.socketpair()
         self.losses: list[tuple[int, Loss]] = []

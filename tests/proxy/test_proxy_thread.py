@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from miraccl.errors import CommunicatorClosed, MiracclError
 from miraccl.proxy import engine
 from miraccl.proxy.engine import ProgressEngine
-from miraccl.transport.base import Fifo, FifoKind, FifoPair, NetConnection
+from miraccl.transport.base import Fifo, FifoPair, NetConnection
 from miraccl.transport.ends import RecvEnd, SendEnd
 from miraccl.transport.fifo import FifoMemory, Mode, PrivateMemory, memory_at, native_atomics
+from miraccl.transport.registry import TCP
 from miraccl.wire.proxy_records import LossKind
 from miraccl.wire.stream import (
     HEADER_BYTES,
@@ -50,7 +51,7 @@ class Rig:
         ends = [socket.socketpair() for _ in range(nstreams)]
         memory = FifoMemory(SLOT), FifoMemory(SLOT)
         wake_args: Any = {
-            "kind": FifoKind.NET,
+            "capabilities": TCP.capabilities,
             "doorbell": self.proxy.doorbell,
             "asleep": self.proxy.asleep,
         }

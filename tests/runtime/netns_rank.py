@@ -13,7 +13,7 @@ from tests.runtime.test_p2p import all_to_all_messages, ring
 
 def main() -> None:
     with miraccl.init(timeout=30) as comm:
-        kinds = {peer: wire.kind for peer, wire in comm._core.context.connections.items()}
+        names = {peer: choice.name for peer, choice in comm._core.fabric.choices.items()}
         rng = np.random.default_rng(11)
         for _ in range(40):
             case = cases.random_case(
@@ -27,7 +27,7 @@ def main() -> None:
         ring(comm, 600_000)
         all_to_all_messages(comm)
         addresses = comm._core.session.addresses
-        print("fine", sorted(kinds.items()), addresses, flush=True)
+        print("fine", sorted(names.items()), addresses, flush=True)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ from miraccl.runtime.fabric import Fabric
 from miraccl.runtime.options import Options
 from miraccl.runtime.window import PAGE, WindowAllocator
 from miraccl.runtime.work import BackgroundWorker
-from miraccl.transport.shm import ShmSegment, default_window_bytes, slot_bytes_for
+from miraccl.transport.fifo import slot_bytes_for
+from miraccl.transport.shm import ShmSegment, default_window_bytes
 from miraccl.wire.proxy_records import Loss, LossKind
 from tests.diagnosis.late_watcher import LateWatcher
 from tests.runtime import cases

@@ -20,7 +20,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import miraccl
-from miraccl.executor.cpu.kernels import layout
 from miraccl.schedule import catalog
 from tests.diagnosis import fault_ranks
 from tests.runtime import sweep_ranks
@@ -55,9 +54,9 @@ def large(ranks_per_host: int) -> None:
     sweep_ranks.act_as_hosts(ranks_per_host)
     with miraccl.init(timeout=30) as comm:
         n, r = comm.nranks, comm.rank
-        kinds = [wire.kind for wire in comm._core.context.connections.values()]
-        assert kinds.count(layout.KIND_SHM) == ranks_per_host - 1
-        assert kinds.count(layout.KIND_NET) == n - ranks_per_host
+        names = [choice.name for choice in comm._core.fabric.choices.values()]
+        assert names.count("shm") == ranks_per_host - 1
+        assert names.count("tcp") == n - ranks_per_host
         x = np.arange(5_000_001, dtype=np.float32) % 1000 + r
         out = np.zeros_like(x)
         comm.sendrecv(x, (r + 1) % n, out, (r - 1) % n)
@@ -267,7 +266,7 @@ def test_ranks_in_network_namespaces(namespaces: tuple[str, str, str]) -> None:
         last = output.strip().splitlines()[-1]
         assert last.startswith("fine"), output
         near = rank ^ 1
-        assert f"({near}, {layout.KIND_SHM})" in last
-        assert last.count(f", {layout.KIND_NET})") == 2
+        assert f"({near}, 'shm')" in last
+        assert last.count(", 'tcp')") == 2
         assert address in last
         assert family in address

@@ -10,6 +10,9 @@ import pytest
 import miraccl
 from miraccl import trace
 from miraccl.runtime import summary
+from miraccl.transport.base import Endpoint
+from miraccl.transport.registry import TransportChoice, allowed, choose
+from tests.support.ranks import run_ranks
 from tests.support.warm_python import warm_python
 
 PROGRAM = """
@@ -17,6 +20,13 @@ import miraccl
 with miraccl.init() as comm:
     comm.split(0, comm.rank).finalize()
 """
+
+
+def choices(rank: int, hosts: tuple[int, ...]) -> dict[int, TransportChoice]:
+    ends = [
+        Endpoint(rank=r, hostid=str(h), pid=r, addresses=("10.0.0.1",)) for r, h in enumerate(hosts)
+    ]
+    return {e.rank: choose(ends[rank], e, allowed()) for e in ends if e.rank != rank}
 
 
 @pytest.mark.parametrize(
@@ -29,7 +39,32 @@ with miraccl.init() as comm:
     ],
 )
 def test_connections_of_ranks(rank: int, hosts: tuple[int, ...], text: str) -> None:
-    assert summary.describe_rank(rank, hosts, "10.0.0.1") == text
+    assert summary.describe_rank(rank, choices(rank, hosts), "10.0.0.1") == text
+
+
+def test_transports_are_explained() -> None:
+    found = choices(2, (0, 0, 1, 1, 2))
+    assert summary.describe_transports(found) == "shm to 3; tcp to 0-1 4"
+    assert summary.explain_transports(found) == [
+        "  to 0-1 4: tcp, addresses of a common family (not shm: not on one host)",
+        "  to 3: shm, same host (not tcp: shm is preferred)",
+    ]
+
+
+@pytest.mark.multiprocess
+def test_a_communicator_explains_its_transports() -> None:
+    for rank, (text, transports) in enumerate(run_ranks(summaries, 2)):
+        assert text.splitlines() == [
+            f"rank {rank} of 2: shared memory with {1 - rank}",
+            f"  to {1 - rank}: shm, same host (not tcp: shm is preferred)",
+        ]
+        assert transports == {f"shm to {1 - rank}"}
+
+
+def summaries() -> tuple[str, set[str]]:
+    with miraccl.init() as comm:
+        candidates = comm.explain("all_reduce", 1024)
+        return comm.summary(), {candidate.transports for candidate in candidates}
 
 
 def test_connections_of_gpus() -> None:

@@ -19,7 +19,6 @@ from miraccl.tools.spawn import RankContext, RankOutcome, Ranks
 # modules that ranks would otherwise import one by one
 ALWAYS = (
     "miraccl.runtime.multinode.communicator",
-    "miraccl.runtime.network",
     "numpy.testing",
     "encodings.idna",
 )

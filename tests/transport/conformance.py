@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from miraccl.errors import ProtocolError
-from miraccl.transport.base import Endpoint, FifoKind, FifoPair, Transport
+from miraccl.transport.base import Capability, Endpoint, FifoPair, Transport
 from miraccl.transport.ends import ReceivedMessage, RecvEnd, SendEnd
 from miraccl.transport.fifo import (
     INLINE_BYTES,
@@ -31,6 +31,7 @@ from miraccl.transport.fifo import (
     memory_at,
     native_atomics,
 )
+from miraccl.transport.registry import TransportSpec
 from miraccl.wire.proxy_records import Loss
 
 WAIT_S = 20.0
@@ -105,7 +106,7 @@ class Way:
     @property
     def limit(self) -> int:
         """How many messages can be posted while the receiver consumes none: a proxy has a ring on each side."""
-        return NSLOTS * (2 if self.send.end.kind is FifoKind.NET else 1)
+        return NSLOTS * (2 if Capability.NEEDS_PROGRESS in self.send.end.capabilities else 1)
 
     def post(self, payload: bytes, signature: int = 0) -> None:
         self.world.wait(lambda: self.send.post(payload, signature=signature), "no slot became free")
@@ -131,6 +132,8 @@ def pattern(nbytes: int, seed: int = 0) -> bytes:
 
 class TransportConformance:
     """The tests; see the head of this file."""
+
+    spec: TransportSpec
 
     def build(self, nranks: int) -> World:
         raise NotImplementedError
@@ -290,8 +293,8 @@ class TransportConformance:
             with pytest.raises(ProtocolError):
                 transport.connect({7: bad})
 
-    def test_can_connect_is_symmetric(self, make):
-        transport = make().transports[0]
+    def test_score_is_symmetric(self):
+        score = self.spec.score
         here = Endpoint(rank=0, hostid="a", pid=1, addresses=("10.0.0.1", "fd00::1"))
         others = [
             Endpoint(rank=1, hostid="a", pid=2, addresses=("10.0.0.2",)),
@@ -299,7 +302,19 @@ class TransportConformance:
             Endpoint(rank=3, hostid="c", pid=2),
         ]
         for other in others:
-            assert transport.can_connect(here, other) == transport.can_connect(other, here)
+            assert score(here, other) == score(other, here)
+            assert score(here, here)[0] == 0
+
+    def test_pairs_have_the_capabilities_of_the_transport(self, make):
+        world = make()
+        for pairs in world.pairs.values():
+            for pair in pairs.values():
+                assert pair.capabilities == self.spec.capabilities
+                assert pair.recv.capabilities == self.spec.capabilities
+                progressed = Capability.NEEDS_PROGRESS in pair.capabilities
+                assert progressed == (pair.send.doorbell >= 0) == (pair.send.asleep != 0)
+                assert progressed or pair.control
+                assert Capability.ONE_SIDED not in pair.capabilities or pair.window
 
     def test_close_twice(self, make):
         world = make()

@@ -8,7 +8,7 @@ import pytest
 
 from miraccl.executor.cpu.kernels import layout
 from miraccl.transport import fifo
-from miraccl.transport.base import Endpoint, Fifo, FifoKind, FifoPair
+from miraccl.transport.base import Endpoint, Fifo, FifoPair
 from miraccl.transport.ends import RecvEnd, SendEnd
 from miraccl.transport.fifo import (
     FifoMemory,
@@ -18,6 +18,7 @@ from miraccl.transport.fifo import (
     memory_at,
     native_atomics,
 )
+from miraccl.transport.registry import SHM, TCP
 
 
 def test_numbers_of_the_layout():
@@ -78,7 +79,7 @@ def test_compiled_code_uses_the_same_numbers():
 
 def test_parts_of_a_fifo_do_not_overlap():
     memory = FifoMemory(8192)
-    end = Fifo.from_address(memory.address, 8192, kind=FifoKind.SHM)
+    end = Fifo.from_address(memory.address, 8192, capabilities=SHM.capabilities)
     parts = sorted(
         [
             (end.descriptors, 512),
@@ -94,7 +95,7 @@ def test_parts_of_a_fifo_do_not_overlap():
 
 @pytest.mark.parametrize("slot_bytes", [0, 100, 4095, 6000, -4096])
 def test_slots_are_whole_pages(slot_bytes):
-    with pytest.raises(ValueError, match="multiple of 4096"):
+    with pytest.raises(ValueError, match="allowed are multiples of 4096"):
         FifoMemory(slot_bytes)
 
 
@@ -129,7 +130,7 @@ def test_flags_of_a_ring_are_a_live_view():
 def test_ends_talk_through_one_piece_of_memory():
     """The smallest transport: sender and receiver share the FIFO."""
     atomics, memory = PlainAtomics(), FifoMemory(4096)
-    end = Fifo.from_address(memory.address, 4096, kind=FifoKind.SHM)
+    end = Fifo.from_address(memory.address, 4096, capabilities=SHM.capabilities)
     send, recv = SendEnd(end, atomics), RecvEnd(end, atomics)
     assert recv.peek() is None
     for i in range(fifo.NSLOTS):
@@ -145,9 +146,9 @@ def test_ends_talk_through_one_piece_of_memory():
         )
         recv.consume()
     assert send.released == send.posted
-    with pytest.raises(ValueError, match="cannot be posted"):
+    with pytest.raises(ValueError, match="cannot post 4097 bytes"):
         send.post(b"x" * 4097)
-    with pytest.raises(ValueError, match="cannot be posted"):
+    with pytest.raises(ValueError, match="cannot post 1 bytes"):
         send.post(b"x", mode=Mode.LANDED)
     recv.clear_to_send(1, 1)  # means nothing here
     assert recv.peek() is None
@@ -159,7 +160,7 @@ def message_place(end: Fifo, i: int, nbytes: int) -> int:
 
 def test_pair_keeps_its_memory_alive_and_records_are_checked():
     memory = FifoMemory(4096)
-    end = Fifo.from_address(memory.address, 4096, kind=FifoKind.NET)
+    end = Fifo.from_address(memory.address, 4096, capabilities=TCP.capabilities)
     assert FifoPair(send=end, recv=end, memory=memory).memory is memory
     with pytest.raises(ValueError, match="rank"):
         Endpoint(rank=-1, hostid="", pid=0)

@@ -8,12 +8,15 @@ import pytest
 
 from miraccl.errors import SystemFailure
 from miraccl.transport.base import Endpoint
+from miraccl.transport.registry import SHM
 from miraccl.transport.shm import ShmTransport
 from tests.support.fault_injection import limit_descriptors, open_files
 from tests.transport.conformance import TransportConformance, World
 
 
 class TestShm(TransportConformance):
+    spec = SHM
+
     def build(self, nranks):
         endpoints = {r: Endpoint(rank=r, hostid="here", pid=os.getpid()) for r in range(nranks)}
         transports = {

@@ -28,6 +28,7 @@ from miraccl.proxy import Proxy
 from miraccl.transport import connect_round
 from miraccl.transport.base import Endpoint
 from miraccl.transport.fifo import Mode, PrivateMemory, memory_at
+from miraccl.transport.registry import TCP
 from miraccl.transport.socket import ConnectInfo, SocketOptions, SocketTransport
 from miraccl.wire.proxy_records import LossKind
 from miraccl.wire.stream import HELLO_BYTES, InitiatorHandshake, StreamIdentity, derive_key
@@ -46,17 +47,23 @@ def have_ipv6() -> bool:
 
 
 class TestSocketV4(TransportConformance):
+    spec = TCP
+
     def build(self, nranks):
         return build_world(nranks)
 
 
 class TestSocketOneStream(TransportConformance):
+    spec = TCP
+
     def build(self, nranks):
         return build_world(nranks, nstreams=1)
 
 
 @pytest.mark.skipif(not have_ipv6(), reason="this host has no IPv6")
 class TestSocketV6(TransportConformance):
+    spec = TCP
+
     def build(self, nranks):
         return build_world(nranks, addresses=("::1",), nstreams=3)
 
@@ -591,10 +598,9 @@ def test_connect_info_that_makes_no_sense_is_refused(data):
 
 def test_connects_ranks_with_addresses_of_one_family():
     same = [Endpoint(rank=r, hostid="h", pid=r, addresses=("10.0.0.1",)) for r in (0, 1)]
-    assert SocketTransport.can_connect(*same)
-    assert not SocketTransport.can_connect(
-        same[0], Endpoint(rank=1, hostid="h", pid=1, addresses=("fd00::1",))
-    )
+    assert TCP.score(*same)[0] > 0
+    other = Endpoint(rank=1, hostid="h", pid=1, addresses=("fd00::1",))
+    assert TCP.score(same[0], other) == (0, "no addresses of a common family")
 
 
 def test_no_address_and_no_port_left_are_system_failures(world):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from miraccl.api.operations import SUM, Operations
@@ -25,6 +26,7 @@ from miraccl.runtime.options import Options
 from miraccl.runtime.rendezvous import join_by_id, start_deadline
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.runtime.shrink import shrink
+from miraccl.runtime.summary import describe_transports, explain_transports
 from miraccl.types import Collective, DType
 
 if TYPE_CHECKING:
@@ -230,11 +232,19 @@ class Communicator(Operations):
         """
         kind, block_bytes, element = self._core.parse_explain_request(collective, nbytes, dtype)
         if str(device) == "cpu":
-            return self._core.planner.candidates(kind, block_bytes, element)
+            transports = describe_transports(self._core.fabric.choices)
+            return [
+                replace(candidate, transports=transports)
+                for candidate in self._core.planner.candidates(kind, block_bytes, element)
+            ]
         found: list[DeviceCandidate] = self._gpu_by_name(device, "explain").explain(
             kind, block_bytes, element, op
         )
         return found
+
+    def summary(self) -> str:
+        """Describe the connections of this rank: the transport of each peer and the reason."""
+        return "\n".join([self._core.describe(), *explain_transports(self._core.fabric.choices)])
 
     @property
     def last_plan(self) -> Candidate | DevicePlan | MultiNodePlan | None:

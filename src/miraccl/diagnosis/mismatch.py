@@ -86,9 +86,7 @@ def compare_messages(one: int, first: tuple[int, int], other: int, second: tuple
     both = {one: _fields(*first), other: _fields(*second)}
     if both[one]["collective"] != both[other]["collective"]:
         both = {rank: {"collective": fields["collective"]} for rank, fields in both.items()}
-    return (
-        describe_differences(both) or "ranks called different operations: the signatures differ"
-    )
+    return describe_differences(both) or "ranks called different operations: the signatures differ"
 
 
 def describe_differences(fields_of: dict[int, dict[str, str]]) -> str:

@@ -71,6 +71,7 @@ class Candidate:
         predicted_us: Predicted time in microseconds; infinite if the algorithm cannot run.
         chosen: True for the algorithm that the planner uses.
         reason: Explanation of why it was or was not chosen.
+        transports: Transports of this rank's connections, such as ``shm to 1-3; tcp to 4-7``.
     """
 
     algo: str
@@ -79,6 +80,7 @@ class Candidate:
     predicted_us: float
     chosen: bool
     reason: str
+    transports: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

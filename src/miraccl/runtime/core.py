@@ -162,8 +162,14 @@ class CommunicatorCore:
             _log.info(
                 "%s: %s",
                 session.name,
-                summary.describe_rank(self.rank, self.fabric.hosts, session.addresses[self.rank]),
+                self.describe(),
             )
+
+    def describe(self) -> str:
+        """Return one line on the connections of this rank."""
+        return summary.describe_rank(
+            self.rank, self.fabric.choices, self.fabric.session.addresses[self.rank]
+        )
 
     def _single_copy_threshold(self, asked: str, measured: int) -> int:
         """Return the bytes from which a peer reads private memory directly; -1 for never."""

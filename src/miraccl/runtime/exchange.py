@@ -176,7 +176,9 @@ class TransferTable:
         wire = self._wires.get(transfer.peer)
         if wire is None:  # this rank itself
             return row
-        piece = wire.slot_bytes if wire.kind == layout.KIND_SHM else layout.NET_SEGMENT_BYTES
+        piece = (
+            layout.NET_SEGMENT_BYTES if wire.capabilities & layout.CAP_IN_PLACE else wire.slot_bytes
+        )
         for place, value in (
             (layout.OP_RECEIVES, int(transfer.receives)),
             (layout.OP_PEER, transfer.peer),

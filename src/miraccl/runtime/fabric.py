@@ -23,8 +23,20 @@ from miraccl.native import atomics
 from miraccl.runtime import group
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.runtime.window import WindowAllocator
-from miraccl.transport.base import Endpoint, FifoKind, FifoPair, OnLost, Transport, machine_id
-from miraccl.transport.shm import MAX_SLOT_BYTES, ShmTransport, slot_bytes_for
+from miraccl.transport import registry
+from miraccl.transport.base import (
+    Capability,
+    Endpoint,
+    FifoPair,
+    OnLost,
+    ProxyPort,
+    Transport,
+    TransportContext,
+    machine_id,
+)
+from miraccl.transport.fifo import MAX_SLOT_BYTES
+from miraccl.transport.registry import TransportChoice
+from miraccl.transport.shm import ShmTransport
 from miraccl.wire.proxy_records import Loss, LossKind
 
 #: FIFO slot size to other hosts, and budget of all slots of one direction. A message costs the
@@ -100,14 +112,10 @@ class Fabric:
             pid=os.getpid(),
             addresses=tuple(self.session.all_addresses[self.rank])
             or (self.session.addresses[self.rank],),
+            machine=machine_id(),
         )
         if self.session.addresses[self.rank] not in me.addresses:
-            me = Endpoint(
-                rank=me.rank,
-                hostid=me.hostid,
-                pid=me.pid,
-                addresses=(self.session.addresses[self.rank], *me.addresses),
-            )
+            me = replace(me, addresses=(self.session.addresses[self.rank], *me.addresses))
         hello = {
             "beliefs": config.to_dict(),
             "hostid": me.hostid,
@@ -115,7 +123,7 @@ class Fabric:
             "pid": me.pid,
             "addresses": me.addresses,
             "cores": _cores(),
-            "machine": machine_id(),
+            "machine": me.machine,
             "numa": numa_domain(),
         }
         records = self._setup.exchange("fabric hello", hello)
@@ -123,7 +131,11 @@ class Fabric:
         self.constants_text = str(records[0]["beliefs"]["constants"])
         self.endpoints = {
             r: Endpoint(
-                rank=r, hostid=rec["hostid"], pid=rec["pid"], addresses=tuple(rec["addresses"])
+                rank=r,
+                hostid=rec["hostid"],
+                pid=rec["pid"],
+                addresses=tuple(rec["addresses"]),
+                machine=rec["machine"],
             )
             for r, rec in enumerate(records)
         }
@@ -142,55 +154,99 @@ class Fabric:
         self._open_transports(me, config)
 
     def _open_transports(self, me: Endpoint, config: AgreedConfig) -> None:
-        near = {
-            r: e
-            for r, e in self.endpoints.items()
-            if r != self.rank and ShmTransport.can_connect(me, e)
-        }
-        far = {r: e for r, e in self.endpoints.items() if r != self.rank and r not in near}
-        largest = NET_SLOT if far else MAX_SLOT_BYTES
-        shm = ShmTransport(me, near, budget=config.buffsize, max_slot_bytes=largest)
-        self.shm = shm
+        self.choices = self._choose_transports(me)
+        peers: dict[str, dict[int, Endpoint]] = {}
+        for rank, choice in self.choices.items():
+            peers.setdefault(choice.name, {})[rank] = self.endpoints[rank]
+        # Shared memory is always opened: it has this rank's control page and window.
+        context = self._transport_context(me, config, mixed=any(map(_needs_progress, peers)))
+        near = replace(context, peers=peers.pop(registry.SHM.name, {}))
+        shm = self.shm = ShmTransport(
+            me, near.peers, budget=near.budget, max_slot_bytes=near.max_slot_bytes
+        )
         self._transports.append(shm)
-        network = self._network(me, len(far)) if far else None
-        blob = {"shm": shm.setup().decode(), "net": network.setup().hex() if network else ""}
+        context = replace(
+            context,
+            control=shm.control,
+            window=(shm.window.address, shm.window.nbytes),
+            memory=(shm.segment, shm.window),
+        )
+        opened: dict[str, tuple[Transport, dict[int, Endpoint]]] = {
+            registry.SHM.name: (shm, dict(near.peers))
+        }
+        for name, ranks in peers.items():
+            given = replace(context, peers=ranks)
+            if _needs_progress(name):
+                given = replace(given, budget=NET_BUDGET, max_slot_bytes=NET_SLOT)
+            transport = registry.spec_of(name).open_for(given)
+            self._transports.append(transport)
+            opened[name] = (transport, ranks)
+        blob = {name: transport.setup().hex() for name, (transport, _) in opened.items()}
         infos = self._setup.exchange("fabric connect", blob)
-        pairs = self._connect_transport(shm, {r: infos[r]["shm"].encode() for r in near})
-        if network:
-            pairs.update(
-                self._connect_transport(network, {r: bytes.fromhex(infos[r]["net"]) for r in far})
-            )
-        readable = [] if params.CMA_DISABLE.read() else sorted(shm.readable)
+        self.pairs: dict[int, FifoPair] = {}
+        for name, (transport, ranks) in opened.items():
+            descriptions = {r: bytes.fromhex(infos[r].get(name, "")) for r in ranks}
+            self.pairs.update(self._connect_transport(transport, descriptions))
+        direct = {r for r, p in self.pairs.items() if not _progressed(p)}
+        readable = (
+            [] if params.CMA_DISABLE.read() else [r for r in direct if self.pairs[r].readable]
+        )
         abilities_here = {
-            "readable": readable,
+            "readable": sorted(readable),
             "membarrier": atomics.register_membarrier(),
             "domains": self._domains(),
         }
         abilities = self._setup.exchange("fabric abilities", abilities_here)
-        shm.release()
+        for transport in self._transports:
+            transport.release()
         order = order_ranks(self.places, abilities[0]["domains"])
         self.order = () if order == tuple(range(self.nranks)) else order
-        self.readable = {r for r in near if self.rank in abilities[r]["readable"]}
+        self.readable = {r for r in direct if self.rank in abilities[r]["readable"]}
         #: Every rank can read and write every other's private memory; the same on all ranks.
         self.addressable = all(len(a["readable"]) == self.nranks - 1 for a in abilities)
         self.window = WindowAllocator(shm.window)
         self.stream_from = last_level_cache_bytes() // max(1, len(self.local))
         policy = self._wait_policy(all(a["membarrier"] for a in abilities))
-        wires = {r: self._wires(r, pair, r in self.readable) for r, pair in pairs.items()}
+        connections = {r: self._peer_connections(r, pair) for r, pair in self.pairs.items()}
         self.context = Context(
             rank=self.rank,
             nranks=self.nranks,
             ctrl=shm.control,
-            connections=wires,
+            connections=connections,
             policy=policy,
             window=(shm.window.address, shm.window.address + shm.window.nbytes),
             threaded=self.threaded,
             groups=group.address(),
             stream_from=self.stream_from,
         )
-        slot_bytes = min([w.slot_bytes for w in wires.values()], default=shm.slot_bytes)
+        slot_bytes = min([c.slot_bytes for c in connections.values()], default=shm.slot_bytes)
         # Hosts with many ranks have smaller slots; all ranks use the smallest.
         self.slot_bytes = min(int(n) for n in self._setup.exchange("fabric ready", slot_bytes))
+
+    def _choose_transports(self, me: Endpoint) -> dict[int, TransportChoice]:
+        specs = registry.allowed(params.NET.read())
+        return {
+            r: registry.choose(me, endpoint, specs)
+            for r, endpoint in self.endpoints.items()
+            if r != self.rank
+        }
+
+    def _transport_context(
+        self, me: Endpoint, config: AgreedConfig, *, mixed: bool
+    ) -> TransportContext:
+        return TransportContext(
+            endpoint=me,
+            peers={},
+            budget=config.buffsize,
+            max_slot_bytes=NET_SLOT if mixed else MAX_SLOT_BYTES,
+            secret=self.session.data_key,
+            job=self.session.name.encode(),
+            deadline=self._setup.deadline,
+            check=self._check,
+            proxy=self._open_proxy,
+            wake=self.wake,
+            on_lost=self._lost,
+        )
 
     def _connect_transport(
         self, transport: Transport, infos: dict[int, bytes]
@@ -229,15 +285,15 @@ class Fabric:
                     peer=event.rank,
                 )
 
-    def _network(self, me: Endpoint, nfar: int) -> Transport:
-        from miraccl.runtime.network import open_network
+    def _open_proxy(self) -> ProxyPort:
+        if self._proxy is None:
+            from miraccl.proxy.engine import ProgressEngine  # ranks of one host need none
 
-        slots = slot_bytes_for(nfar, NET_BUDGET, NET_SLOT)
-        transport, self._proxy = open_network(
-            self._setup, me, slots, self.wake, self._lost, self._check, self.shm.control
-        )
-        self._transports.append(transport)
-        return transport
+            self._proxy = ProgressEngine(
+                rank=self.rank, wake=self.wake, on_lost=self._lost, control=self.shm.control
+            )
+        proxy: ProxyPort = self._proxy
+        return proxy
 
     def _lost(self, peer: int, loss: Loss) -> None:
         """Handle the loss of a connection; called by the proxy."""
@@ -254,10 +310,9 @@ class Fabric:
         policy = SHARED_CORES if self.ranks_per_core > 1 else DEDICATED_CORES
         return replace(policy, timeout_s=self.timeout, membarrier=membarrier and policy.membarrier)
 
-    def _wires(self, peer: int, pair: FifoPair, readable: bool) -> PeerConnections:
-        near = pair.send.kind is FifoKind.SHM
+    def _peer_connections(self, peer: int, pair: FifoPair) -> PeerConnections:
         return PeerConnections(
-            kind=layout.KIND_SHM if near else layout.KIND_NET,
+            capabilities=int(pair.capabilities),
             slot_bytes=pair.send.slot_bytes,
             send_descs=pair.send.descriptors,
             send_tail=pair.send.tail,
@@ -266,10 +321,10 @@ class Fabric:
             recv_tail=pair.recv.tail,
             recv_slots=pair.recv.slots,
             recv_cts=pair.recv.cts,
-            ctrl=self.shm.peers[peer].address if near else 0,
-            pid=self.shm.pids[peer] if near else 0,
-            window=self.shm.windows[peer].address if near else 0,
-            readable=readable if near else True,
+            ctrl=pair.control,
+            pid=pair.pid,
+            window=pair.window,
+            readable=peer in self.readable or Capability.IN_PLACE in pair.capabilities,
             doorbell=pair.send.doorbell,
             asleep=pair.send.asleep,
         )
@@ -304,7 +359,7 @@ class Fabric:
         """Ranks whose control pages are mapped here, this rank first; pages stay after a rank has
         ended.
         """
-        return [self.rank, *self.shm.peers]
+        return [self.rank, *(r for r, pair in self.pairs.items() if pair.control)]
 
     def history(self, rank: int) -> dict[int, tuple[int, int]]:
         """Return {sequence number, low bits: (signature, count)} of the last operations of
@@ -312,7 +367,7 @@ class Fabric:
 
         ``rank`` is one of ``shm_ranks``.
         """
-        page = self.shm.control if rank == self.rank else self.shm.peers[rank].address
+        page = self.shm.control if rank == self.rank else self.pairs[rank].control
         words = words_at(page + layout.CTRL_HISTORY, 2 * layout.HISTORY)
         entries = [(int(words[2 * i]), int(words[2 * i + 1])) for i in range(layout.HISTORY)]
         return {sig & layout.SEQ_MASK: (sig, count) for sig, count in entries if sig}
@@ -320,9 +375,9 @@ class Fabric:
     def memory(self) -> dict[str, int]:
         """Return the bytes this rank holds for the communicator, by purpose."""
         network = sum(
-            2 * layout.NSLOTS * wire.slot_bytes
-            for wire in self.context.connections.values()
-            if wire.kind == layout.KIND_NET
+            2 * layout.NSLOTS * pair.send.slot_bytes
+            for rank, pair in self.pairs.items()
+            if self.choices[rank].name != registry.SHM.name
         )
         return {
             "fifo": self.shm.segment.file.resident_bytes(0, self.shm.segment.nbytes),
@@ -365,6 +420,15 @@ def run_after_notice(session: Session, loss: Loss, action: Callable[[], None]) -
         timer.start()
     except RuntimeError:  # cannot start a thread: report the cause known so far
         action()
+
+
+def _progressed(pair: FifoPair) -> bool:
+    """Return True if a proxy moves the messages of ``pair``."""
+    return Capability.NEEDS_PROGRESS in pair.capabilities
+
+
+def _needs_progress(name: str) -> bool:
+    return Capability.NEEDS_PROGRESS in registry.spec_of(name).capabilities
 
 
 def _cores() -> int:

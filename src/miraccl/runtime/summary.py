@@ -4,19 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from miraccl.transport.registry import TransportChoice
 
-def describe_rank(rank: int, hosts: Sequence[int], address: str) -> str:
+
+def describe_rank(rank: int, choices: Mapping[int, TransportChoice], address: str) -> str:
     """Describe the connections of ``rank``.
 
     Args:
-        hosts: Host number of each rank.
+        choices: Transport of each peer.
         address: Address at which this rank listens.
     """
-    near = [r for r, host in enumerate(hosts) if host == hosts[rank] and r != rank]
-    far = [r for r, host in enumerate(hosts) if host != hosts[rank]]
-    parts = [f"shared memory with {_list(near)}"] if near else []
-    parts += [f"TCP from {address} with {_list(far)}"] if far else []
-    return f"rank {rank} of {len(hosts)}: {'; '.join(parts) or 'alone'}"
+    labels = {"shm": "shared memory", "tcp": f"TCP from {address}"}
+    parts = [
+        f"{labels.get(name, name)} with {_list(peers)}" for name, peers in _by_name(choices).items()
+    ]
+    return f"rank {rank} of {len(choices) + 1}: {'; '.join(parts) or 'alone'}"
+
+
+def describe_transports(choices: Mapping[int, TransportChoice]) -> str:
+    """Describe the transports of a rank in one line, such as ``shm to 1-3; tcp to 4-7``."""
+    return "; ".join(f"{name} to {_list(peers)}" for name, peers in _by_name(choices).items())
+
+
+def explain_transports(choices: Mapping[int, TransportChoice]) -> list[str]:
+    """Explain the choice of the transport of each peer, one line per group of equal choices."""
+    groups: dict[str, list[int]] = {}
+    for peer, choice in sorted(choices.items()):
+        others = "; ".join(f"not {name}: {reason}" for name, reason in choice.rejected.items())
+        text = f"{choice.name}, {choice.reason}" + (f" ({others})" if others else "")
+        groups.setdefault(text, []).append(peer)
+    return [f"  to {_list(peers)}: {text}" for text, peers in groups.items()]
+
+
+def _by_name(choices: Mapping[int, TransportChoice]) -> dict[str, list[int]]:
+    """Peers of each transport, the best-scored transport first."""
+    peers: dict[str, list[int]] = {}
+    for peer, choice in sorted(choices.items(), key=lambda item: (-item[1].score, item[0])):
+        peers.setdefault(choice.name, []).append(peer)
+    return peers
 
 
 def describe_gpu(

@@ -1,12 +1,15 @@
-"""The contract between ranks' memory and whatever moves bytes: endpoints, FIFO descriptors, transports.
+"""Contract of transports: endpoints, capabilities, FIFOs of a pair of ranks.
 
-A transport connects pairs of ranks.  ``setup`` opens what peers must know of and describes it in opaque bytes; ``comm`` carries
-these through the bootstrap's all-gather and gives everybody's to ``connect``, which returns a ``FifoPair`` per peer.  From then on
-data move through FIFOs in memory (``transport.fifo``); the executor neither knows nor asks who is on the other side of one.
+A transport connects pairs of ranks. ``setup`` opens whatever peers must reach and describes it in
+opaque bytes; the runtime carries these through the bootstrap's all-gather and hands everybody's to
+``connect``, which returns a ``FifoPair`` per peer. From then on data move through FIFOs in memory
+(``transport.fifo``). Executors branch on the ``Capability`` bits of a connection, never on the
+transport behind it. ``transport.registry`` lists the transports and chooses one for each pair.
 
-Who owns what: the transport owns memory, segments, sockets and descriptors, and frees them in ``close``; executors own nothing here and
-must have stopped before ``close``.  Each FIFO has one writer and one reader.  Receiver-driven: a payload lands in a free slot or at an
-address that the receiver wants, nowhere else.
+Ownership: the transport owns memory, segments, sockets and descriptors and frees them in ``close``.
+Executors own nothing here and must have stopped before ``close``. Each FIFO has one writer and one
+reader. Transfers are receiver-driven: a payload lands in a free slot or at an address for which the
+receiver has posted a clear-to-send (CTS), nowhere else.
 """
 
 from __future__ import annotations
@@ -19,35 +22,64 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from miraccl.deadline import Deadline
 from miraccl.transport import fifo
 from miraccl.wire.proxy_records import Loss
 
 OnLost = Callable[[int, Loss], None]
-"""``on_lost(peer, loss)``: called once per peer, at once, possibly from the proxy's thread; it must be quick and not raise."""
+"""``on_lost(peer, loss)``: called once per lost peer, possibly on the proxy's thread; must be quick
+and must not raise."""
 Wake = Callable[[int], None]
-"""``wake(rank)``: wake this process's executor of ``rank`` if it sleeps; called after flags or tails were published."""
+"""``wake(rank)``: wake this process's executor of ``rank`` if it sleeps; called after flags or
+tails were published."""
+
+
+class Capability(enum.IntFlag):
+    """Properties of a connection. The values are those of ``layout.CAP_*`` in compiled code."""
+
+    ORDERED = 1
+    """Messages arrive in the order in which they were posted. Every connection has this bit, so 0
+    is the absence of a connection."""
+    IN_PLACE = 2
+    """A payload can land at an address for which the receiver has posted a CTS, and the sender may
+    post any address of its own memory: the transport reads and writes both."""
+    NEEDS_PROGRESS = 4
+    """A proxy moves the messages; it is woken by ``Fifo.doorbell``. Without this bit both ends map
+    the same FIFO, and a sleeping peer is woken through its control page."""
+    ONE_SIDED = 8
+    """This rank loads and stores the peer's window memory."""
+    DEVICE_MEMORY = 16
+    """Payloads may lie in GPU memory."""
+    AUTHENTICATED = 32
+    """Only processes that know the job's secret, or that the kernel knows to be the peer, can be
+    on the other side."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """One rank as transports see it.
+    """Properties of one rank from which transports decide whether they can connect it.
 
-    ``hostid`` names the machine (ranks with different names never share memory), ``pid`` is the process, ``addresses`` are the host's
-    numeric IP addresses that peers may use, best first.
+    Attributes:
+        hostid: Name of the host; ranks with different names never share memory.
+        pid: Process ID.
+        addresses: Numeric IP addresses of the host that peers may use, best first.
+        machine: Boot ID of the kernel (``machine_id``), equal on all ranks of a machine; "" where
+            unknown.
     """
 
     rank: int
     hostid: str
     pid: int
     addresses: tuple[str, ...] = ()
+    machine: str = ""
 
     def __post_init__(self) -> None:
         if self.rank < 0:
-            raise ValueError(f"a rank is 0 or more, got {self.rank}")
+            raise ValueError(f"cannot make an endpoint: rank {self.rank} is negative")
 
 
 def machine_id() -> str:
-    """The kernel's boot: equal on all ranks of a machine, whatever hosts they claim to be on."""
+    """Return the boot ID of the kernel: equal on all ranks of a machine, whatever their hostid."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -55,23 +87,22 @@ def machine_id() -> str:
         return os.uname().nodename
 
 
-class FifoKind(enum.IntEnum):
-    """Who is on the other side of a FIFO: the peer itself, or the proxy."""
-
-    SHM = 0
-    NET = 1
-
-
 @dataclass(frozen=True, kw_only=True)
 class Fifo:
-    """Addresses in this process of one FIFO; the layout is that of ``transport.fifo``.
+    """Addresses in this process of one FIFO in the layout of ``transport.fifo``.
 
-    ``post``, ``want`` and ``slots`` are bases of rings, ``tail`` is a word.  ``bell`` is an eventfd and ``asleep`` the address of a word:
-    whoever stored a flag, a tail or a want writes 1 to ``bell`` if, after a full fence, it reads 1 from ``asleep``.  A shared-memory FIFO
-    has ``bell`` -1 and ``asleep`` 0.
+    Attributes:
+        capabilities: Those of the connection.
+        descriptors: Ring of descriptor lines.
+        tail: Word with the number of consumed messages.
+        cts: Ring of CTS lines; read by transports with ``IN_PLACE`` only.
+        slots: First payload slot; ``slot_bytes`` is the size of one.
+        doorbell: Eventfd of the proxy, -1 without ``NEEDS_PROGRESS``.
+        asleep: Address of a word that is 1 while the proxy sleeps, else 0. After storing a flag, a
+            tail or a CTS and a full fence, the writer reads it and writes 1 to ``doorbell`` if set.
     """
 
-    kind: FifoKind
+    capabilities: Capability
     descriptors: int
     tail: int
     cts: int
@@ -82,11 +113,17 @@ class Fifo:
 
     @classmethod
     def from_address(
-        cls, address: int, slot_bytes: int, *, kind: FifoKind, doorbell: int = -1, asleep: int = 0
+        cls,
+        address: int,
+        slot_bytes: int,
+        *,
+        capabilities: Capability,
+        doorbell: int = -1,
+        asleep: int = 0,
     ) -> Fifo:
-        """The FIFO that lies at ``address`` in the standard layout."""
+        """Return the FIFO at ``address`` in the standard layout."""
         return cls(
-            kind=kind,
+            capabilities=capabilities,
             descriptors=address + fifo.DESC_OFFSET,
             tail=address + fifo.TAIL_OFFSET,
             cts=address + fifo.CTS_OFFSET,
@@ -99,18 +136,35 @@ class Fifo:
 
 @dataclass(frozen=True, kw_only=True)
 class FifoPair:
-    """The two FIFOs between this rank and a peer.  ``memory`` keeps the memory alive as long as the pair."""
+    """The two FIFOs between this rank and a peer, and what else of the peer this rank can address.
+
+    Attributes:
+        control: Address here of the peer's control page; required without ``NEEDS_PROGRESS``.
+        pid: Process of the peer, if the transport knows it to be on this machine, else 0.
+        window: Address here of the peer's window memory; required with ``ONE_SIDED``.
+        readable: True if this process can read the peer's private memory.
+        memory: Objects that keep the mapped memory alive as long as the pair.
+    """
 
     send: Fifo
     recv: Fifo
+    control: int = 0
+    pid: int = 0
+    window: int = 0
+    readable: bool = False
     memory: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def capabilities(self) -> Capability:
+        return self.send.capabilities
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetConnection:
-    """Authenticated streams to a peer and the FIFOs that they feed; the proxy owns the sockets from here on.
+    """Authenticated streams to a peer and the FIFOs that they feed; the proxy owns the sockets.
 
-    ``peer_slot_bytes`` is the size of the slots into which the peer receives: larger messages wait for a want.
+    Attributes:
+        peer_slot_bytes: Size of the peer's receive slots; larger messages wait for a CTS.
     """
 
     peer: int
@@ -120,49 +174,94 @@ class NetConnection:
 
 
 class ProxyPort(Protocol):
-    """What a network transport needs of a proxy."""
+    """Interface of the proxy to network transports."""
 
     @property
     def doorbell(self) -> int: ...
     @property
     def asleep(self) -> int: ...
     def attach(self, connections: Sequence[NetConnection]) -> None:
-        """Take over sockets and start to move messages."""
+        """Take over the sockets and start to move messages."""
 
     def detach(self, peers: Sequence[int], *, linger: float) -> None:
-        """Send what is posted for at most ``linger`` seconds, then close; memory is not touched afterwards."""
+        """Send what is posted for at most ``linger`` seconds, then close; memory is not touched
+        afterwards.
+        """
 
     def abort(self, text: str) -> None:
-        """Tell all peers why, if they listen, and close at once; memory is not touched afterwards."""
+        """Send ``text`` to all peers that still read, and close; memory is not touched afterwards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportContext:
+    """Resources and limits that the runtime gives to a transport of one communicator and rank.
+
+    Attributes:
+        endpoint: This rank.
+        peers: Ranks that this transport is to connect.
+        control: Address of this rank's control page; 0 for the transport that makes it.
+        window: (address, bytes) of this rank's window memory; likewise.
+        memory: Objects that keep control page and window mapped.
+        budget: Bytes of all send slots; 0 for the transport's default.
+        max_slot_bytes: Largest slot.
+        secret: Key of the job, from which connections are authenticated.
+        job: Name of the communicator, unique among those with one secret.
+        deadline: End of every ``connect``.
+        check: Called while connecting; raises if a peer has died.
+        proxy: Returns the proxy of this rank, starting it at the first call.
+        wake: Wakes this rank's executor after something was delivered.
+        on_lost: Called when a connection ends that was not closed here.
+    """
+
+    endpoint: Endpoint
+    peers: Mapping[int, Endpoint]
+    control: int = 0
+    window: tuple[int, int] = (0, 0)
+    memory: Any = field(default=None, repr=False, compare=False)
+    budget: int = 0
+    max_slot_bytes: int = fifo.MAX_SLOT_BYTES
+    secret: bytes = b""
+    job: bytes = b""
+    deadline: float | Deadline = 60.0
+    check: Callable[[], None] = lambda: None
+    proxy: Callable[[], ProxyPort] | None = None
+    wake: Wake = lambda rank: None
+    on_lost: OnLost = lambda peer, loss: None
 
 
 class Transport(abc.ABC):
-    """A way to connect pairs of ranks; one object per communicator and rank. ``comm.fabric`` says which pairs get which."""
-
-    @staticmethod
-    @abc.abstractmethod
-    def can_connect(a: Endpoint, b: Endpoint) -> bool:
-        """Whether two ranks can be connected; symmetric, and a function of the two records only."""
+    """Means to connect pairs of ranks; one object per communicator and rank."""
 
     @abc.abstractmethod
     def setup(self) -> bytes:
-        """Open what peers need to find this rank; the bytes are for their ``connect``.  A second call returns the same."""
+        """Open what peers need to find this rank and describe it for their ``connect``; a second
+        call returns the same bytes.
+        """
 
     @abc.abstractmethod
     def connect(self, infos: Mapping[int, bytes]) -> dict[int, FifoPair]:
-        """Connect to the ranks in ``infos`` (rank -> their ``setup()``); both ranks of a pair must ask for each other.
+        """Connect to the ranks in ``infos`` (rank -> its ``setup()``).
 
-        May be called again for other ranks.  Raises ``AuthenticationError``, ``SystemFailure`` or ``BootstrapError`` naming the
-        peers, within the transport's deadline.
+        Both ranks of a pair must call it; it may be called again for other ranks.
+
+        Raises:
+            ProtocolError: A description is malformed.
+            AuthenticationError, SystemFailure, BootstrapError: Named peers could not be connected
+                within the transport's deadline.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Free everything; may be called twice.  What was posted is sent first, within a bounded time."""
+        """Free everything, after sending what was posted within a bounded time; idempotent."""
 
     def abort(self, text: str) -> None:
-        """Close at once and, where the transport can, tell the peers ``text``.  No memory is touched after the return."""
+        """Close at once, sending ``text`` to the peers where possible; no memory is touched after
+        the return.
+        """
         self.close()
+
+    def release(self) -> None:  # noqa: B027 (optional)
+        """Free what only ``connect`` of peers needed; called when all ranks have connected."""
 
     def __enter__(self) -> Transport:
         return self

@@ -1,7 +1,7 @@
-"""What an executor does with the two ends of a FIFO, slow and obvious: the definition that compiled executors are compared with.
+"""Reference implementation of both ends of a FIFO: slow, obvious, the definition for executors.
 
-Nothing here waits: each method does its part if it can be done now and says whether it did.  Tests, benchmarks and tools that have no
-compiled executor at hand use it.
+Nothing here waits: each method does its part if it can be done now and returns whether it did.
+Tests, benchmarks and tools without a compiled executor use it.
 """
 
 from __future__ import annotations
@@ -10,18 +10,23 @@ import os
 from dataclasses import dataclass
 
 from miraccl.transport import fifo
-from miraccl.transport.base import Fifo, FifoKind
+from miraccl.transport.base import Capability, Fifo
 from miraccl.transport.fifo import INLINE_BYTES, LINE_BYTES, NSLOTS, Atomics, Mode, memory_at
 
 
 def ring_doorbell(atomics: Atomics, end: Fifo) -> None:
-    """After a flag, tail or want was stored.  The exchange is the full fence, and one of two ringers is enough."""
+    """Wake the proxy of ``end`` if it sleeps; called after a flag, tail or CTS was stored."""
+    # The exchange is the full fence, and makes only one of two concurrent writers write.
     if end.doorbell >= 0 and atomics.exchange(end.asleep, 0):
         os.eventfd_write(end.doorbell, 1)
 
 
 class SendEnd:
-    """Posts messages in order; ``posted`` counts them."""
+    """Sending end of a FIFO.
+
+    Attributes:
+        posted: Number of messages posted so far.
+    """
 
     def __init__(self, end: Fifo, atomics: Atomics) -> None:
         self.end = end
@@ -30,13 +35,17 @@ class SendEnd:
 
     @property
     def released(self) -> int:
-        """Messages whose memory may be used again."""
+        """Number of messages whose memory may be used again."""
         return self._atomics.load_acquire(self.end.tail)
 
     def post(
         self, payload: bytes | memoryview, *, signature: int = 0, mode: Mode | None = None
     ) -> bool:
-        """Copy ``payload`` into line or slot and post it; False if the ring is full.  The smallest mode is chosen if none is given."""
+        """Copy ``payload`` into the descriptor line or slot and post it; False if the ring is full.
+
+        Args:
+            mode: INLINE or SLOT; by default INLINE for payloads that fit.
+        """
         nbytes = len(payload)
         if mode is None:
             mode = Mode.INLINE if nbytes <= INLINE_BYTES else Mode.SLOT
@@ -47,13 +56,13 @@ class SendEnd:
         elif mode is Mode.SLOT and nbytes <= self.end.slot_bytes:
             address = self.end.slots + self.posted % NSLOTS * self.end.slot_bytes
         else:
-            raise ValueError(f"{nbytes} bytes cannot be posted in mode {mode.name}")
+            raise ValueError(f"cannot post {nbytes} bytes in mode {mode.name}")
         memory_at(address, nbytes)[:] = payload
         self._publish(signature, nbytes, mode, [])
         return True
 
     def post_address(self, address: int, nbytes: int, *, signature: int = 0) -> bool:
-        """Post memory of this process, which stays untouched until ``taken`` passes this message."""
+        """Post memory of this process, which must not change until ``released`` passes it."""
         if self.posted - self.released >= NSLOTS:
             return False
         self._publish(signature, nbytes, Mode.ADDRESS, [address])
@@ -72,7 +81,11 @@ class SendEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class ReceivedMessage:
-    """A received message.  ``payload`` is a view of where it lies, valid until ``consume``; None for OVERSIZE."""
+    """Received message.
+
+    Attributes:
+        payload: View of the payload, valid until ``consume``; None for OVERSIZE.
+    """
 
     number: int
     signature: int
@@ -82,7 +95,11 @@ class ReceivedMessage:
 
 
 class RecvEnd:
-    """Takes messages in order; ``consumed`` counts them."""
+    """Receiving end of a FIFO, in the order of the messages.
+
+    Attributes:
+        consumed: Number of messages consumed so far.
+    """
 
     def __init__(self, end: Fifo, atomics: Atomics) -> None:
         self.end = end
@@ -90,8 +107,13 @@ class RecvEnd:
         self._atomics = atomics
 
     def clear_to_send(self, address: int, nbytes: int, *, ahead: int = 0) -> None:
-        """Let the message ``ahead`` of the next one (less than NSLOTS) land at ``address``; network FIFOs only."""
-        if self.end.kind is not FifoKind.NET:
+        """Let a message land at ``address``; without effect if the FIFO lacks ``IN_PLACE``.
+
+        Args:
+            nbytes: Size of the receive buffer.
+            ahead: Number of messages before it that are not consumed yet, less than NSLOTS.
+        """
+        if Capability.IN_PLACE not in self.end.capabilities:
             return
         message = self.consumed + ahead
         line = self.end.cts + message % NSLOTS * LINE_BYTES
@@ -101,7 +123,7 @@ class RecvEnd:
 
     @property
     def announced(self) -> tuple[int, int] | None:
-        """(signature, nbytes) of the next message if it waits for a want."""
+        """(signature, nbytes) of the next message if it waits for a CTS, else None."""
         line = self._line()
         if self._atomics.load_acquire(line) != -(self.consumed + 1):
             return None
@@ -109,7 +131,10 @@ class RecvEnd:
         return signature, nbytes
 
     def peek(self) -> ReceivedMessage | None:
-        """The next message, if it is there.  ADDRESS is resolved as memory of this process (the sender is a thread of it)."""
+        """Return the next message, or None if it has not arrived.
+
+        ADDRESS is resolved as memory of this process: the sender is one of its threads.
+        """
         line = self._line()
         if self._atomics.load_acquire(line) != self.consumed + 1:
             return None
@@ -121,13 +146,12 @@ class RecvEnd:
             Mode.ADDRESS: descriptor.address,
             Mode.LANDED: descriptor.address,
         }.get(mode)
-        payload = None if address is None else memory_at(address, descriptor.nbytes)
         return ReceivedMessage(
             number=self.consumed,
             signature=descriptor.signature,
             mode=mode,
             nbytes=descriptor.nbytes,
-            payload=payload,
+            payload=None if address is None else memory_at(address, descriptor.nbytes),
         )
 
     def consume(self) -> None:

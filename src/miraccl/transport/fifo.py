@@ -82,8 +82,28 @@ def fifo_bytes(slot_bytes: int) -> int:
 
 def check_slot_bytes(slot_bytes: int) -> int:
     if slot_bytes < PAGE_BYTES or slot_bytes % PAGE_BYTES:
-        raise ValueError(f"slot_bytes is a multiple of {PAGE_BYTES}, got {slot_bytes}")
+        raise ValueError(
+            f"cannot use slots of {slot_bytes} bytes: allowed are multiples of {PAGE_BYTES}"
+        )
     return slot_bytes
+
+
+DEFAULT_BUDGET: Final = 4 << 20
+"""Bytes of all send slots of a rank; NCCL takes 4 MiB per connection."""
+MIN_SLOT_BYTES: Final = 2 * PAGE_BYTES
+MAX_SLOT_BYTES: Final = 64 << 10
+
+
+def slot_bytes_for(npeers: int, budget: int = 0, max_slot_bytes: int = MAX_SLOT_BYTES) -> int:
+    """Return the slot size with ``npeers`` peers that share ``budget`` bytes.
+
+    It is a power of two, the same on all ranks that count the same peers.
+    """
+    share = (budget or DEFAULT_BUDGET) // max(1, npeers) // NSLOTS
+    size = MIN_SLOT_BYTES
+    while size * 2 <= min(share, max_slot_bytes):
+        size *= 2
+    return size
 
 
 # --- memory by address ---------------------------------------------------------------------------------------------------------

@@ -1,11 +1,14 @@
-"""Ranks of one host: FIFOs, a control page and window memory in segments that all of them have mapped.
+"""Transport for ranks of one host: FIFOs, control page and window memory in shared segments.
 
-Each rank makes two segments: one with its control page and its outgoing FIFOs, and one for window memory.  Segments are anonymous
-files (``memfd_create``), opened by peers as ``/proc/<pid>/fd/<n>``: they never have a name that could be left behind, whatever kills
-the job.  Once all peers have mapped them, no descriptor is kept.  Pages count only once they are touched, so the window segment may be as
-large as the machine; addresses are what could run out, on hosts with much memory and many ranks or communicators.
+Each rank makes two segments: one with its control page and its outgoing FIFOs, and one for window
+memory. Segments are anonymous files (``memfd_create``), opened by peers as ``/proc/<pid>/fd/<n>``:
+they never have a name that could be left behind, whatever kills the job. ``release`` closes the
+descriptors once all peers have mapped them. Pages count only once they are touched, so the window
+segment may be as large as the machine's memory; address space is the scarce resource, on hosts with
+much memory and many ranks or communicators.
 
-A rank's budget for FIFOs is shared out among its peers: memory is linear in the number of ranks of a host.
+A rank's budget for FIFOs is divided among its peers: memory is linear in the number of ranks of a
+host.
 """
 
 from __future__ import annotations
@@ -19,32 +22,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from miraccl.errors import ProtocolError, SystemFailure
-from miraccl.transport import fifo
-from miraccl.transport.base import Endpoint, Fifo, FifoKind, FifoPair, Transport
+from miraccl.transport import fifo, registry
+from miraccl.transport.base import Endpoint, Fifo, FifoPair, Transport, TransportContext
+from miraccl.transport.fifo import MAX_SLOT_BYTES, slot_bytes_for
 from miraccl.transport.mapped_file import MappedFile
 
+CAPABILITIES = registry.SHM.capabilities
 CONTROL_BYTES = fifo.PAGE_BYTES
-DEFAULT_BUDGET = 4 << 20
-"""Bytes of all outgoing FIFOs of a rank (NCCL takes 4 MiB per connection)."""
-MIN_SLOT_BYTES, MAX_SLOT_BYTES = 2 * fifo.PAGE_BYTES, 64 << 10
 ADDRESS_SPACE_BYTES = 1 << 47
-"""Bytes that a process can map on x86-64; on aarch64 not fewer."""
+"""Bytes that a process can map on x86-64; aarch64 allows at least as many."""
 MAX_COMMUNICATORS = 256
+"""Communicators whose windows must fit into the address space of one process."""
 MAGIC = 0x6D697261
-
-
-def slot_bytes_for(npeers: int, budget: int = 0, max_slot_bytes: int = MAX_SLOT_BYTES) -> int:
-    """Slot size with ``npeers`` peers that share ``budget`` bytes: a power of two, the same on all ranks that count the same peers."""
-    share = (budget or DEFAULT_BUDGET) // max(1, npeers) // fifo.NSLOTS
-    size = MIN_SLOT_BYTES
-    while size * 2 <= min(share, max_slot_bytes):
-        size *= 2
-    return size
 
 
 @dataclass(kw_only=True)
 class ShmSegment:
-    """A mapped segment, and the descriptor it was made with (-1 for a peer's, and once it is released)."""
+    """Mapped shared segment.
+
+    Attributes:
+        fd: Descriptor it was made with; -1 for a peer's segment and after ``release``.
+    """
 
     file: MappedFile
     fd: int = -1
@@ -59,6 +57,7 @@ class ShmSegment:
 
     @classmethod
     def create(cls, label: str, nbytes: int) -> ShmSegment:
+        """Make and map a segment of zeros. Raises ``SystemFailure``."""
         fd = -1
         try:
             fd = os.memfd_create(label, os.MFD_CLOEXEC)
@@ -73,18 +72,26 @@ class ShmSegment:
 
     @classmethod
     def open(cls, pid: int, fd: int, nbytes: int) -> ShmSegment:
+        """Map the segment behind descriptor ``fd`` of process ``pid``.
+
+        Raises:
+            SystemFailure: The kernel refuses to open or map it.
+            ProtocolError: Its size is not ``nbytes``.
+        """
         try:
             handle = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            hint = (
-                "ranks that do not see each other's processes can be given different MIRACCL_HOSTID"
-            )
             raise SystemFailure(
-                f"cannot open the segment of process {pid}: {error.strerror}", hint=hint
+                f"cannot open the segment of process {pid}: {error.strerror}",
+                hint="give ranks that do not see each other's processes different MIRACCL_HOSTID",
             ) from error
         try:
-            if os.fstat(handle).st_size != nbytes:
-                raise ProtocolError(f"the segment of process {pid} has another size than it said")
+            actual = os.fstat(handle).st_size
+            if actual != nbytes:
+                raise ProtocolError(
+                    f"cannot map the segment of process {pid}: it has {actual} bytes instead of "
+                    f"{nbytes}"
+                )
             return cls(file=MappedFile(handle, nbytes))
         except OSError as error:
             raise SystemFailure(
@@ -94,30 +101,37 @@ class ShmSegment:
             os.close(handle)
 
     def release(self) -> None:
-        """Close the descriptor: nobody else can map the segment any more. May be called twice."""
+        """Close the descriptor, so that no further process can map the segment; idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 def default_window_bytes(nranks: int) -> int:
-    """Address space for the window memory of one of ``nranks`` ranks of a host, each of which maps all of them: the machine's memory, none
-    of which is taken before it is used, but no more than leaves addresses for ``COMMUNICATORS`` communicators."""
+    """Return the size of a rank's window segment on a host with ``nranks`` ranks.
+
+    The size is that of the machine's memory, of which nothing is used before it is touched, but
+    small enough that ``MAX_COMMUNICATORS`` communicators fit into a process's address space, where
+    each rank maps the windows of all.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     space = (
         ADDRESS_SPACE_BYTES if limit == resource.RLIM_INFINITY else min(limit, ADDRESS_SPACE_BYTES)
     )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return (
-        max(1, min(memory, space // MAX_COMMUNICATORS // nranks) // fifo.PAGE_BYTES)
-        * fifo.PAGE_BYTES
-    )
+    pages = min(memory, space // MAX_COMMUNICATORS // nranks) // fifo.PAGE_BYTES
+    return max(1, pages) * fifo.PAGE_BYTES
 
 
 class ShmTransport(Transport):
-    """Shared memory between the ranks of a host. ``peers`` are the other local ranks, in any order.
+    """Shared memory between the ranks of a host.
 
-    ``largest_slot`` in bytes is for communicators that reach other hosts too, where larger pieces pay.
+    Args:
+        peers: The other local ranks, in any order.
+        budget: Bytes of all send slots; 0 for the default.
+        window_bytes: Size of the window segment, default ``default_window_bytes``.
+        max_slot_bytes: Largest slot; larger for communicators that reach other hosts, where larger
+            messages pay.
     """
 
     def __init__(
@@ -144,19 +158,15 @@ class ShmTransport(Transport):
             self.segment.release()
             raise
         self._probe = ctypes.c_int64(MAGIC ^ os.getpid())
-        self.peers: dict[int, ShmSegment] = {}
-        self.windows: dict[int, ShmSegment] = {}
-        self.pids: dict[int, int] = {}
-        self.readable: set[int] = set()
 
-    @staticmethod
-    def can_connect(a: Endpoint, b: Endpoint) -> bool:
-        return a.hostid == b.hostid
+    @property
+    def control(self) -> int:
+        """Address of this rank's control page."""
+        return self.segment.address
 
     def _fifo_offset(self, source: int, destination: int, order: list[int]) -> int:
-        return (
-            CONTROL_BYTES + [r for r in order if r != source].index(destination) * self._fifo_bytes
-        )
+        position = [r for r in order if r != source].index(destination)
+        return CONTROL_BYTES + position * self._fifo_bytes
 
     def setup(self) -> bytes:
         record = {
@@ -169,42 +179,47 @@ class ShmTransport(Transport):
         return json.dumps(record).encode()
 
     def connect(self, infos: Mapping[int, bytes]) -> dict[int, FifoPair]:
-        everyone = sorted([*self._order, self.endpoint.rank])
-        pairs: dict[int, FifoPair] = {}
-        for peer, info in infos.items():
-            record = _parse(info, peer)
-            if record["slot_bytes"] != self.slot_bytes:
-                raise ProtocolError(
-                    f"slots are {record['slot_bytes']} bytes there and {self.slot_bytes} here",
-                    peer=peer,
-                )
-            pid = record["pid"]
-            self.pids[peer] = pid
-            self.peers[peer] = segment = ShmSegment.open(pid, *record["segment"])
-            self.windows[peer] = ShmSegment.open(pid, *record["window"])
-            if _can_read(pid, record["probe"]):
-                self.readable.add(peer)
-            mine = self.segment.address + self._fifo_offset(self.endpoint.rank, peer, everyone)
-            theirs = segment.address + self._fifo_offset(peer, self.endpoint.rank, everyone)
-            pairs[peer] = FifoPair(
-                send=Fifo.from_address(mine, self.slot_bytes, kind=FifoKind.SHM),
-                recv=Fifo.from_address(theirs, self.slot_bytes, kind=FifoKind.SHM),
-            )
-        return pairs
+        return {peer: self._connect_peer(peer, _parse(info, peer)) for peer, info in infos.items()}
 
-    @property
-    def control(self) -> int:
-        """Address of this rank's control page."""
-        return self.segment.address
+    def _connect_peer(self, peer: int, record: Mapping[str, Any]) -> FifoPair:
+        if record["slot_bytes"] != self.slot_bytes:
+            raise ProtocolError(
+                f"cannot connect to rank {peer}: its slots have {record['slot_bytes']} bytes, those "
+                f"of this rank {self.slot_bytes}",
+                peer=peer,
+            )
+        ranks, pid = sorted([*self._order, self.endpoint.rank]), record["pid"]
+        segment = ShmSegment.open(pid, *record["segment"])
+        window = ShmSegment.open(pid, *record["window"])
+        own = self.segment.address + self._fifo_offset(self.endpoint.rank, peer, ranks)
+        theirs = segment.address + self._fifo_offset(peer, self.endpoint.rank, ranks)
+        return FifoPair(
+            send=Fifo.from_address(own, self.slot_bytes, capabilities=CAPABILITIES),
+            recv=Fifo.from_address(theirs, self.slot_bytes, capabilities=CAPABILITIES),
+            control=segment.address,
+            pid=pid,
+            window=window.address,
+            readable=_can_read(pid, record["probe"]),
+            memory=(self.segment, segment, window),
+        )
 
     def release(self) -> None:
-        """All peers have connected: the descriptors have done their work."""
         self.segment.release()
         self.window.release()
 
     def close(self) -> None:
-        """Mappings go with the last array that lies in them."""
+        """Close the descriptors; mappings live as long as the last array or pair that uses them."""
         self.release()
+
+
+def open_transport(context: TransportContext) -> ShmTransport:
+    """Open shared memory for ``context``; see ``registry.TransportSpec``."""
+    return ShmTransport(
+        context.endpoint,
+        context.peers,
+        budget=context.budget,
+        max_slot_bytes=context.max_slot_bytes,
+    )
 
 
 def _parse(info: bytes, peer: int) -> dict[str, Any]:
@@ -218,7 +233,10 @@ def _parse(info: bytes, peer: int) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         ok = False
     if not ok:
-        raise ProtocolError("the description of a shared segment is malformed", peer=peer)
+        raise ProtocolError(
+            f"cannot connect to rank {peer}: its description of a shared segment is malformed",
+            peer=peer,
+        )
     return dict(record)
 
 
@@ -227,15 +245,18 @@ class _Iovec(ctypes.Structure):
 
 
 def _can_read(pid: int, address: int) -> bool:
-    """Whether the kernel lets this process read ``pid``'s memory (ptrace rights, see process_vm_readv(2))."""
+    """Return True if the kernel lets this process read the memory of ``pid``.
+
+    The rights are those of ptrace (process_vm_readv(2)); ``address`` holds ``MAGIC ^ pid`` there.
+    """
     if pid == os.getpid():
         return True
     call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
     if call is None:
         return False
     value = ctypes.c_int64(0)
-    here = _Iovec(ctypes.addressof(value), 8)
-    there = _Iovec(address, 8)
+    local = _Iovec(ctypes.addressof(value), 8)
+    remote = _Iovec(address, 8)
     call.argtypes = [
         ctypes.c_int,
         ctypes.c_void_p,
@@ -245,7 +266,5 @@ def _can_read(pid: int, address: int) -> bool:
         ctypes.c_ulong,
     ]
     call.restype = ctypes.c_ssize_t
-    return (
-        call(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0) == 8
-        and value.value == MAGIC ^ pid
-    )
+    nread = call(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+    return bool(nread == 8 and value.value == MAGIC ^ pid)

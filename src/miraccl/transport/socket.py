@@ -1,13 +1,16 @@
-"""TCP between hosts: finds the peer, proves the secret to each other, and hands the streams to a proxy.
+"""TCP transport between hosts: listens, authenticates peers and hands the streams to a proxy.
 
-This file owns listening sockets and the private memory of the FIFOs; ``transport.meeting`` makes the streams, and moving messages is the
-proxy's.  Rules:
-- For each pair the lower rank connects and the higher accepts, ``nstreams`` times (the smaller of what the two want).
-- Listening sockets are bound to the addresses given, which the bootstrap chose by SOCKET_IFNAME, and to nothing else.
-- Strangers: at most ``MAX_STRANGERS`` sockets more than expected are kept without proof, each for ``HANDSHAKE_TIMEOUT_S`` and for the
-  bytes of a handshake; whoever fails is dropped without an answer.  A peer that proved itself but was not asked for yet is kept for
-  a later ``connect``.
-- Everything in ``connect`` is bounded by ``timeout``; what it raises names the peers that are missing.
+This file owns listening sockets and the private memory of the FIFOs; ``transport.connect_round``
+makes the streams, and the proxy moves the messages. Rules:
+
+- For each pair the lower rank connects and the higher accepts, ``nstreams`` times (the smaller of
+  the two ranks' settings).
+- Listening sockets are bound to the given addresses only, which the bootstrap chose by
+  SOCKET_IFNAME.
+- At most ``MAX_UNAUTHENTICATED`` sockets beyond the expected ones are kept without proof, each for
+  ``HANDSHAKE_TIMEOUT_S`` and for the bytes of a handshake; failures are dropped without an answer.
+  A peer that proved itself before this rank asked for it is parked for a later ``connect``.
+- Everything in ``connect`` ends by ``timeout``; its errors name the missing peers.
 """
 
 from __future__ import annotations
@@ -22,14 +25,15 @@ from typing import Any
 from miraccl import params
 from miraccl.deadline import Deadline
 from miraccl.errors import CommunicatorClosed, ProtocolError, SystemFailure, as_system_failure
+from miraccl.transport import registry
 from miraccl.transport.base import (
     Endpoint,
     Fifo,
-    FifoKind,
     FifoPair,
     NetConnection,
     ProxyPort,
     Transport,
+    TransportContext,
 )
 from miraccl.transport.connect_round import (
     ConnectRound,
@@ -38,16 +42,22 @@ from miraccl.transport.connect_round import (
     family_of,
     set_tcp_options,
 )
-from miraccl.transport.fifo import FifoMemory, check_slot_bytes
+from miraccl.transport.fifo import FifoMemory, check_slot_bytes, slot_bytes_for
 from miraccl.wire.stream import MAX_STREAMS, derive_key
 
+CAPABILITIES = registry.TCP.capabilities
 BACKLOG = 1024
 LINGER_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectInfo:
-    """What peers need: ``addresses`` are (numeric IP, port), best first; sizes are of the slots into which this rank receives."""
+    """Description of a rank's listening sockets for its peers.
+
+    Attributes:
+        addresses: (numeric IP, port), best first.
+        slot_bytes: Size of the slots into which this rank receives.
+    """
 
     addresses: tuple[tuple[str, int], ...]
     nstreams: int
@@ -58,7 +68,7 @@ class ConnectInfo:
 
     @classmethod
     def decode(cls, data: bytes) -> ConnectInfo:
-        """Raises ``ProtocolError`` for what ``encode`` does not produce."""
+        """Parse the result of ``encode``. Raises ``ProtocolError`` for anything else."""
         try:
             addresses, nstreams, slot_bytes = json.loads(data)
             info = cls(
@@ -70,27 +80,34 @@ class ConnectInfo:
             )
         except (ValueError, TypeError) as problem:
             raise ProtocolError(
-                f"the connect info of a socket transport cannot be read: {problem}"
+                f"cannot read the connect info of a TCP transport: {problem}"
             ) from None
         if (
             not info.addresses
             or not 1 <= info.nstreams <= MAX_STREAMS
             or not all(0 < port < 1 << 16 for _, port in info.addresses)
         ):
-            raise ProtocolError("the connect info of a socket transport makes no sense")
+            raise ProtocolError(
+                "cannot use the connect info of a TCP transport: a value is out of range"
+            )
         return info
 
 
 @dataclass(frozen=True, kw_only=True)
 class SocketOptions:
-    """``buffer_bytes`` of the kernel's send and receive buffers per stream (0: the kernel's own tuning)."""
+    """Options of the streams.
+
+    Attributes:
+        nstreams: TCP streams between two ranks.
+        buffer_bytes: Kernel's send and receive buffer per stream; 0 leaves it to the kernel.
+    """
 
     nstreams: int = 2
     buffer_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.nstreams <= MAX_STREAMS:
-            raise ValueError(f"1 to {MAX_STREAMS} streams are allowed, got {self.nstreams}")
+            raise ValueError(f"cannot use {self.nstreams} streams: allowed are 1 to {MAX_STREAMS}")
 
     @classmethod
     def from_environment(
@@ -113,9 +130,14 @@ class SocketOptions:
 class SocketTransport(Transport):
     """TCP streams to ranks of other hosts.
 
-    ``proxy`` moves the messages; ``secret`` is the job's, ``job`` names the communicator; ``slot_bytes`` is the size of a slot (a
-    multiple of the page); ``timeout`` in seconds bounds each ``connect``, a deadline all of them; ``check`` is called
-    during it and raises where a peer has died meanwhile.
+    Args:
+        proxy: Moves the messages.
+        secret: Key of the job.
+        job: Name of the communicator, mixed into the key of its streams.
+        slot_bytes: Size of a slot, a multiple of the page.
+        timeout: Seconds that bound each ``connect``, or a deadline of all of them.
+        linger: Seconds in which ``close`` sends what was posted.
+        check: Called while connecting; raises if a peer has died.
     """
 
     def __init__(
@@ -151,39 +173,35 @@ class SocketTransport(Transport):
         addresses = self._endpoint.addresses
         return [a for a in addresses if family_of(a) == family_of(addresses[0])]
 
-    @staticmethod
-    def can_connect(a: Endpoint, b: Endpoint) -> bool:
-        """Both have an address of a common family."""
-        return a.rank != b.rank and bool(
-            {family_of(x) for x in a.addresses} & {family_of(x) for x in b.addresses}
-        )
-
     def setup(self) -> bytes:
-        """Listen on a free port of each address; one that the host has lost, or is not sure of yet (IPv6), is left out."""
+        """Listen on a free port of each address, leaving out addresses that cannot be bound.
+
+        An address may have left the host meanwhile, or be a tentative IPv6 one.
+        """
         self._check_open()
         if self._info is None:
-            found: list[tuple[str, int]] = []
-            problem = SystemFailure("there is no address to listen on", rank=self.rank)
+            bound: list[tuple[str, int]] = []
+            problem = SystemFailure("cannot listen: the host has no address", rank=self.rank)
             for address in self._endpoint.addresses:
                 try:
                     with as_system_failure(f"cannot listen on {address}", rank=self.rank):
-                        found.append((address.partition("%")[0], self._listen(address)))
+                        bound.append((address.partition("%")[0], self._listen(address)))
                 except SystemFailure as error:
                     problem = error
-            if not found:
+            if not bound:
                 raise problem
             self._info = ConnectInfo(
-                addresses=tuple(found),
+                addresses=tuple(bound),
                 nstreams=self._options.nstreams,
                 slot_bytes=self._slot_bytes,
             ).encode()
         return self._info
 
     def _listen(self, address: str) -> int:
-        """The port of a new listening socket."""
+        """Open a listening socket and return its port."""
         listener = socket.socket(family_of(address), socket.SOCK_STREAM)
         try:
-            set_tcp_options(listener, self._options.buffer_bytes)  # accepted sockets inherit
+            set_tcp_options(listener, self._options.buffer_bytes)  # accepted sockets inherit them
             if listener.family == socket.AF_INET6:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             listener.bind((address, 0))
@@ -197,7 +215,7 @@ class SocketTransport(Transport):
         return port
 
     def connect(self, infos: Mapping[int, bytes]) -> dict[int, FifoPair]:
-        """See ``Transport.connect``.  Ranks that are connected already are returned as they are."""
+        """Connect to ranks; see ``Transport.connect``. Existing pairs are returned as they are."""
         self._check_open()
         self.setup()
         peers = {
@@ -206,8 +224,8 @@ class SocketTransport(Transport):
             if rank not in self._connected
         }
         if self.rank in peers:
-            raise ValueError("a rank does not connect to itself")
-        meeting = ConnectRound(
+            raise ValueError(f"cannot connect rank {self.rank} to itself")
+        connect_round = ConnectRound(
             rank=self.rank,
             key=self._key,
             peers={
@@ -223,17 +241,15 @@ class SocketTransport(Transport):
             check=self._check,
         )
         try:
-            proven = meeting.run()
+            proven = connect_round.run()
             connections = [self._connection(peer, proven[peer], peers[peer]) for peer in peers]
-            with as_system_failure(
-                "the connections to other ranks cannot be served", rank=self.rank
-            ):
+            with as_system_failure("cannot serve the connections to other ranks", rank=self.rank):
                 self._proxy.attach(connections)
         except BaseException:
-            meeting.close_proven()
+            connect_round.close_proven()
             raise
         finally:
-            meeting.close()
+            connect_round.close()
         self._connected |= {c.peer: c.pair for c in connections}
         return {rank: self._connected[rank] for rank in infos}
 
@@ -241,14 +257,15 @@ class SocketTransport(Transport):
         self, peer: int, streams: Sequence[ProvenStream], info: ConnectInfo
     ) -> NetConnection:
         send, recv = FifoMemory(self._slot_bytes), FifoMemory(self._slot_bytes)
-        wake_args: dict[str, Any] = {
-            "kind": FifoKind.NET,
+        shared: dict[str, Any] = {
+            "capabilities": CAPABILITIES,
             "doorbell": self._proxy.doorbell,
             "asleep": self._proxy.asleep,
         }
         pair = FifoPair(
-            send=Fifo.from_address(send.address, self._slot_bytes, **wake_args),
-            recv=Fifo.from_address(recv.address, self._slot_bytes, **wake_args),
+            send=Fifo.from_address(send.address, self._slot_bytes, **shared),
+            recv=Fifo.from_address(recv.address, self._slot_bytes, **shared),
+            readable=True,
             memory=(send, recv),
         )
         return NetConnection(
@@ -256,7 +273,7 @@ class SocketTransport(Transport):
         )
 
     def close(self) -> None:
-        """Send what is posted (for at most ``linger`` seconds), close all connections and listeners."""
+        """Send what was posted, for at most ``linger`` seconds, and close all sockets."""
         if not self._closed and self._connected:
             self._proxy.detach(list(self._connected), linger=self._linger)
         self._free()
@@ -277,4 +294,18 @@ class SocketTransport(Transport):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise CommunicatorClosed("the socket transport is closed", rank=self.rank)
+            raise CommunicatorClosed("the TCP transport is closed", rank=self.rank)
+
+
+def open_transport(context: TransportContext) -> SocketTransport:
+    """Open TCP for ``context``; see ``registry.TransportSpec``."""
+    assert context.proxy is not None, "TCP needs a proxy"
+    return SocketTransport(
+        context.endpoint,
+        proxy=context.proxy(),
+        secret=context.secret,
+        job=context.job,
+        slot_bytes=slot_bytes_for(len(context.peers), context.budget, context.max_slot_bytes),
+        timeout=context.deadline,
+        check=context.check,
+    )

@@ -37,7 +37,7 @@ class PeerConnections:
     the proxy.
     """
 
-    kind: int
+    capabilities: int
     slot_bytes: int
     send_descs: int
     send_tail: int
@@ -203,7 +203,7 @@ class Context:
     def _write_connection(self, peer: int, connection: PeerConnections) -> None:
         self._ctrls[peer] = connection.ctrl
         common = (
-            (layout.CONN_KIND, connection.kind),
+            (layout.CONN_CAPS, connection.capabilities),
             (layout.CONN_SLOT_BYTES, connection.slot_bytes),
             (layout.CONN_CTRL, connection.ctrl),
             (layout.CONN_PID, connection.pid),

@@ -78,7 +78,9 @@ def _check_order(schedule: Schedule, channel: int) -> None:
     for rank, (position, steps) in enumerate(zip(positions, parts, strict=True)):
         if position < len(steps):
             text = f"gets stuck on CPUs, where {NSLOTS} messages and signals at most are under way from one rank to another"
-            raise InvalidUsage(f"{format_location(schedule, channel, rank, steps[position][0])}: {text}")
+            raise InvalidUsage(
+                f"{format_location(schedule, channel, rank, steps[position][0])}: {text}"
+            )
 
 
 def sync_peers(step: Step, rank: int, nranks: int) -> list[int]:

@@ -124,7 +124,7 @@ SCRATCH_VECTORS = 64  # two struct iovec, the one here and the one of another pr
 SCRATCH_SOURCES = 128  # the sources of a fold (kernels.operands), as many as there are ranks
 
 # ---- connection, one a direction and peer, private
-CONN_KIND = 0
+CONN_CAPS = 0  # CAP_* of the connection; 0: there is none
 CONN_DESCS, CONN_SLOTS, CONN_SLOT_BYTES = 8, 16, 24
 CONN_COUNT = 32  # messages posted / consumed so far
 CONN_TAIL_ADDR, CONN_TAIL = 40, 48
@@ -147,7 +147,8 @@ CONN_FREE, CONN_NFREE, CONN_WARM, CONN_SENT, CONN_RETURNED = (
     192,
 )  # see kernels.slots
 CONN_SIZE = 256
-KIND_NONE, KIND_SHM, KIND_NET = 0, 1, 2
+# transport.base.Capability
+CAP_ORDERED, CAP_IN_PLACE, CAP_NEEDS_PROGRESS, CAP_ONE_SIDED = 1, 2, 4, 8
 PRIVATE_IN, PRIVATE_OUT = 1, 2
 MIN_DIRECT_BYTES = (
     4096  # bytes of a piece below which a copy is always cheaper than having it read by the peer

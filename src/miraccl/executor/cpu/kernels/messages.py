@@ -76,7 +76,7 @@ def post_address(ctx: int, conn: int, sig: int, address: int, nbytes: int) -> No
     if (
         address >= window
         and address + nbytes <= load(ctx + layout.CTX_WINDOW_END)
-        and load(conn + layout.CONN_KIND) == layout.KIND_SHM
+        and load(conn + layout.CONN_CAPS) & layout.CAP_ONE_SIDED != 0
     ):
         store(line + layout.DESC_ADDR, address - window)
         post_descriptor(ctx, conn, sig, nbytes, layout.MODE_WINDOW)
@@ -90,14 +90,14 @@ def post_address(ctx: int, conn: int, sig: int, address: int, nbytes: int) -> No
 def can_post_address(ctx: int, conn: int, address: int, nbytes: int, threshold: int) -> bool:
     """Window memory is always posted; private memory from ``threshold`` bytes on, where the peer (or the proxy) can read it."""
     if (
-        load(conn + layout.CONN_KIND) == layout.KIND_NET
+        load(conn + layout.CONN_CAPS) & layout.CAP_IN_PLACE != 0
     ):  # the proxy sends straight from the user's memory
         return nbytes > load(conn + layout.CONN_SLOT_BYTES) or (
             threshold >= 0 and nbytes >= layout.MIN_DIRECT_BYTES
         )
     if nbytes <= layout.INLINE_BYTES or threshold < 0:
         return False
-    if load(conn + layout.CONN_KIND) == layout.KIND_SHM:
+    if load(conn + layout.CONN_CAPS) & layout.CAP_ONE_SIDED != 0:
         window = load(ctx + layout.CTX_WINDOW)
         if address >= window and address + nbytes <= load(ctx + layout.CTX_WINDOW_END):
             return True

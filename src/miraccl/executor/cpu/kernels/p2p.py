@@ -101,7 +101,7 @@ def send_segment(ctx: int, peer: int, address: int, nbytes: int, sig: int, total
 @inline
 def post_receive(ctx: int, peer: int, address: int, nbytes: int) -> None:
     conn = connection(ctx, layout.CTX_RECV, peer)
-    if load(conn + layout.CONN_KIND) == layout.KIND_NET and nbytes > layout.INLINE_BYTES:
+    if load(conn + layout.CONN_CAPS) & layout.CAP_IN_PLACE != 0 and nbytes > layout.INLINE_BYTES:
         clear_to_send(ctx, conn, address, nbytes)
 
 
@@ -109,7 +109,7 @@ def post_receive(ctx: int, peer: int, address: int, nbytes: int) -> None:
 def segment_bytes(ctx: int, peer: int) -> int:
     """Both ends of a pair have slots of the same size; network FIFOs send larger pieces, straight from and to the user's memory."""
     conn = connection(ctx, layout.CTX_SEND, peer)
-    if load(conn + layout.CONN_KIND) == layout.KIND_NET:
+    if load(conn + layout.CONN_CAPS) & layout.CAP_IN_PLACE != 0:
         return layout.NET_SEGMENT_BYTES
     return load(conn + layout.CONN_SLOT_BYTES)
 

@@ -56,7 +56,7 @@ def send_signal(ctx: int, run: int, peer: int) -> int:
     modes, in_at, out_at = locate_buffers(ctx, run)
     store(line + layout.DESC_ADDR, in_at)
     store(line + layout.DESC_ADDR2, out_at)
-    if load(conn + layout.CONN_KIND) == layout.KIND_NET:  # addresses mean nothing there
+    if load(conn + layout.CONN_CAPS) & layout.CAP_ONE_SIDED == 0:  # the peer cannot use addresses
         post_descriptor(ctx, conn, load(run + layout.RUN_SIG), 0, layout.MODE_INLINE)
     else:
         post_descriptor(ctx, conn, load(run + layout.RUN_SIG), modes, layout.MODE_SIGNAL)

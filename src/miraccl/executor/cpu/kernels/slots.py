@@ -57,7 +57,7 @@ def slot_address(conn: int, number: int) -> int:
 @inline
 def next_slot(conn: int) -> int:
     """Number of the slot for the next message of a send connection that has a place for it. The proxy takes them in turn."""
-    if load(conn + layout.CONN_KIND) == layout.KIND_NET:
+    if load(conn + layout.CONN_CAPS) & layout.CAP_NEEDS_PROGRESS != 0:
         return load(conn + layout.CONN_COUNT) & (layout.NSLOTS - 1)
     return load(conn + layout.CONN_FREE) & 0xFF
 
@@ -72,7 +72,7 @@ def next_slot_address(conn: int) -> int:
 def claim_slot(conn: int) -> int:
     """``next_slot`` goes with the message that is about to be posted; the mode that tells where it is."""
     number, message = next_slot(conn), load(conn + layout.CONN_COUNT)
-    if load(conn + layout.CONN_KIND) != layout.KIND_NET:
+    if load(conn + layout.CONN_CAPS) & layout.CAP_NEEDS_PROGRESS == 0:
         store(conn + layout.CONN_FREE, load(conn + layout.CONN_FREE) >> 8)
         store(conn + layout.CONN_NFREE, load(conn + layout.CONN_NFREE) - 1)
         store(conn + layout.CONN_WARM, max(0, load(conn + layout.CONN_WARM) - 1))
@@ -160,7 +160,7 @@ def return_slot(ctx: int, conn: int, swaps: bool) -> None:
         0,
     )
     if mode == layout.MODE_SLOT or mode == layout.MODE_MOVED:
-        if swaps and load(conn + layout.CONN_KIND) == layout.KIND_SHM:
+        if swaps and load(conn + layout.CONN_CAPS) & layout.CAP_NEEDS_PROGRESS == 0:
             number = swap_slot(ctx, conn)
     elif returned == 0:
         return

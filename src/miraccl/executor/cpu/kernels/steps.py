@@ -188,7 +188,7 @@ def receive_step(ctx: int, run: int, step: int, op: int, rnd: int) -> int:
     peer = load(step + layout.STEP_RECV)
     conn = connection(ctx, layout.CTX_RECV, peer)
     lands = (
-        load(conn + layout.CONN_KIND) == layout.KIND_NET
+        load(conn + layout.CONN_CAPS) & layout.CAP_IN_PLACE != 0
         and chunks == 1
         and (op == RECV or op == RECV_COPY_SEND)
     )

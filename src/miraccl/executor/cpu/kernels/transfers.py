@@ -48,10 +48,7 @@ def fill_op(ctx: int, op: int, receives: bool, array: int, peer: int) -> bool:
     if peer < 0 or peer >= load(ctx + layout.CTX_NRANKS) or peer == load(ctx + layout.CTX_RANK):
         return False
     dtype = dtype_code(ctx, array)
-    if (
-        dtype < 0
-        or load(connection(ctx, layout.CTX_SEND, peer) + layout.CONN_KIND) == layout.KIND_NONE
-    ):
+    if dtype < 0 or load(connection(ctx, layout.CTX_SEND, peer) + layout.CONN_CAPS) == 0:
         return False
     init_op(
         ctx,

@@ -90,7 +90,7 @@ def signal_eventfd(ctx: int, descriptor: int) -> None:
 @inline
 def wake_peer(ctx: int, conn: int) -> None:
     """Tell the other end of a connection that a flag it may sleep on has been stored."""
-    if load(conn + layout.CONN_KIND) == layout.KIND_SHM:
+    if load(conn + layout.CONN_CAPS) & layout.CAP_NEEDS_PROGRESS == 0:
         if load(ctx + layout.CTX_MEMBARRIER) == 0:
             fence()
         ctrl = load(conn + layout.CONN_CTRL)

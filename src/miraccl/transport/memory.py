@@ -1,0 +1,102 @@
+"""Transport for ranks that are threads of one process: FIFOs in private memory, no system calls.
+
+Simulated clusters use it for every pair of ranks, whatever hosts they claim to be on. It is the
+smallest transport without a proxy: a peer's control page and window are the peer's own addresses.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections.abc import Mapping
+
+from miraccl import clock
+from miraccl.errors import CommunicatorClosed, ProtocolError, SystemFailure
+from miraccl.transport import registry
+from miraccl.transport.base import Fifo, FifoPair, Transport, TransportContext
+from miraccl.transport.fifo import FifoMemory, check_slot_bytes, slot_bytes_for
+
+CAPABILITIES = registry.MEMORY.capabilities
+TOKEN_BYTES = 16
+
+_lock = threading.Lock()
+_transports: weakref.WeakValueDictionary[str, MemoryTransport] = weakref.WeakValueDictionary()
+
+
+class _Duplex:
+    """FIFO memory of both directions of one pair; ``sends[token]`` is written by that rank."""
+
+    def __init__(self, tokens: tuple[str, str], slot_bytes: int) -> None:
+        self.sends = {token: FifoMemory(slot_bytes) for token in tokens}
+
+
+_duplexes: weakref.WeakValueDictionary[tuple[str, str], _Duplex] = weakref.WeakValueDictionary()
+
+
+class MemoryTransport(Transport):
+    """In-process transport of one communicator and rank.
+
+    A pair uses the smaller of the two slot sizes. ``context.control`` and ``context.window`` must
+    stay valid as long as any peer is connected.
+    """
+
+    def __init__(self, context: TransportContext) -> None:
+        self.context = context
+        self.slot_bytes = slot_bytes_for(len(context.peers), context.budget, context.max_slot_bytes)
+        self._token = clock.random_hex(TOKEN_BYTES)
+        self._closed = False
+        with _lock:
+            _transports[self._token] = self
+
+    def setup(self) -> bytes:
+        return json.dumps({"token": self._token, "slot_bytes": self.slot_bytes}).encode()
+
+    def connect(self, infos: Mapping[int, bytes]) -> dict[int, FifoPair]:
+        if self._closed:
+            raise CommunicatorClosed("cannot connect: the in-process transport is closed")
+        return {peer: self._connect_peer(peer, info) for peer, info in infos.items()}
+
+    def _connect_peer(self, peer: int, info: bytes) -> FifoPair:
+        try:
+            record = json.loads(info)
+            token, slot_bytes = str(record["token"]), check_slot_bytes(record["slot_bytes"])
+        except (ValueError, KeyError, TypeError):
+            raise ProtocolError(
+                f"cannot connect to rank {peer}: its in-process description is malformed", peer=peer
+            ) from None
+        with _lock:
+            other = _transports.get(token)
+            if other is None:
+                raise SystemFailure(
+                    f"cannot connect to rank {peer}: it is not in this process, or has closed its "
+                    "transport",
+                    rank=self.context.endpoint.rank,
+                    peer=peer,
+                )
+            tokens = (min(self._token, token), max(self._token, token))
+            duplex = _duplexes.get(tokens)
+            if duplex is None:
+                duplex = _Duplex(tokens, min(self.slot_bytes, slot_bytes))
+                _duplexes[tokens] = duplex
+        send, recv = duplex.sends[self._token], duplex.sends[token]
+        return FifoPair(
+            send=Fifo.from_address(send.address, send.slot_bytes, capabilities=CAPABILITIES),
+            recv=Fifo.from_address(recv.address, recv.slot_bytes, capabilities=CAPABILITIES),
+            control=other.context.control,
+            pid=other.context.endpoint.pid,
+            window=other.context.window[0],
+            readable=True,
+            memory=(duplex, other.context),
+        )
+
+    def close(self) -> None:
+        """Refuse further peers; FIFO memory lives as long as a pair that uses it."""
+        self._closed = True
+        with _lock:
+            _transports.pop(self._token, None)
+
+
+def open_transport(context: TransportContext) -> MemoryTransport:
+    """Open the in-process transport; see ``registry.TransportSpec``."""
+    return MemoryTransport(context)

@@ -1,0 +1,119 @@
+"""The in-process transport in the conformance kit, and its own rules."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+
+from miraccl.errors import CommunicatorClosed, InvalidUsage, ProtocolError, SystemFailure
+from miraccl.transport import memory, registry
+from miraccl.transport.base import Capability, Endpoint, TransportContext
+from miraccl.transport.fifo import PrivateMemory
+from tests.transport.conformance import TransportConformance, World
+
+
+def build_rank(world: World, rank: int, nranks: int, **limits: int) -> memory.MemoryTransport:
+    endpoints = {r: Endpoint(rank=r, hostid="here", pid=os.getpid()) for r in range(nranks)}
+    page = PrivateMemory(8192)
+    transport = memory.open_transport(
+        TransportContext(
+            endpoint=endpoints.pop(rank),
+            peers=endpoints,
+            control=page.address,
+            window=(page.address + 4096, 4096),
+            memory=page,
+            **limits,  # type: ignore[arg-type]
+        )
+    )
+    world.transports[rank] = transport
+    world.cleanup.callback(transport.close)
+    return transport
+
+
+class TestMemory(TransportConformance):
+    spec = registry.MEMORY
+
+    def build(self, nranks):
+        world = World(transports={})
+        for rank in range(nranks):
+            build_rank(world, rank, nranks)
+        return world
+
+
+def test_a_pair_uses_the_smaller_slots():
+    world = World(transports={})
+    build_rank(world, 0, 2, max_slot_bytes=8192)
+    build_rank(world, 1, 2, max_slot_bytes=65536)
+    world.connect()
+    assert world.way(0, 1).slot_bytes == world.way(1, 0).slot_bytes == 8192
+    world.close()
+
+
+def test_a_closed_peer_cannot_be_connected():
+    world = World(transports={})
+    first, second = build_rank(world, 0, 2), build_rank(world, 1, 2)
+    info = second.setup()
+    second.close()
+    with pytest.raises(SystemFailure, match="cannot connect to rank 1: it is not in this process"):
+        first.connect({1: info})
+    with pytest.raises(CommunicatorClosed):
+        second.connect({0: first.setup()})
+    with pytest.raises(ProtocolError):
+        first.connect({1: b"nonsense"})
+    world.close()
+
+
+def test_memory_is_freed_with_the_last_pair():
+    world = World(transports={})
+    build_rank(world, 0, 2)
+    build_rank(world, 1, 2)
+    world.connect()
+    world.close()
+    before = len(memory._duplexes)
+    world.pairs.clear()
+    gc.collect()
+    assert len(memory._duplexes) == before - 1
+    assert not memory._transports
+
+
+def test_the_pair_decides_which_transport_is_used():
+    specs = registry.allowed("auto")
+    a = Endpoint(rank=0, hostid="a", pid=1, machine="m", addresses=("10.0.0.1",))
+    near = Endpoint(rank=1, hostid="a", pid=1, machine="m", addresses=("10.0.0.1",))
+    far = Endpoint(rank=2, hostid="b", pid=1, machine="n", addresses=("10.0.0.2",))
+    choice = registry.choose(a, near, specs)
+    assert (choice.name, choice.reason) == ("shm", "same host")
+    assert choice.rejected == {"tcp": "shm is preferred"}
+    choice = registry.choose(a, far, specs)
+    assert (choice.name, choice.rejected) == ("tcp", {"shm": "not on one host"})
+    choice = registry.choose(a, near, registry.allowed("memory"))
+    assert (choice.name, choice.rejected) == ("memory", {"shm": "memory is preferred"})
+    with pytest.raises(SystemFailure, match=r"cannot connect ranks 0 and 2: .*not in one process"):
+        registry.choose(a, far, registry.allowed("memory"))
+
+
+@pytest.mark.parametrize("net", ["ib", "shm", "TCP"])
+def test_unknown_networks_are_rejected_with_the_allowed_ones(net):
+    with pytest.raises(InvalidUsage, match=r"cannot use MIRACCL_NET=.*auto, tcp, memory"):
+        registry.allowed(net)
+
+
+def test_names_of_transports_are_unique():
+    with pytest.raises(ValueError, match="the name is in use"):
+        registry.register(
+            registry.TransportSpec(
+                name="tcp",
+                capabilities=Capability.ORDERED,
+                score=registry.TCP.score,
+                module="miraccl.transport.memory",
+            )
+        )
+    assert registry.register(registry.TCP) is registry.TCP
+    with pytest.raises(ValueError, match="it is not ordered"):
+        registry.TransportSpec(
+            name="x", capabilities=Capability(0), score=registry.TCP.score, module="x"
+        )
+    with pytest.raises(ValueError, match="nothing opens it"):
+        registry.TransportSpec(name="x", capabilities=Capability.ORDERED, score=registry.TCP.score)
