@@ -780,7 +780,7 @@ def test_window_is_first_fit_and_views_keep_blocks_alive() -> None:
     assert (part == 7).all()
     del part
     assert window.allocated == 2 * PAGE
-    with pytest.raises(SystemFailure, match="cannot allocate .* bytes of window memory"):
+    with pytest.raises(SystemFailure, match=r"cannot allocate .* bytes of window memory"):
         window.empty(9 * PAGE, np.uint8)
     del c, d
     assert window.allocated == 0
