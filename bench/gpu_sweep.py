@@ -218,7 +218,7 @@ def sweep_limits(
     torch: Any, dist: Any, comm: Any, timer: Timer, size: int, numbers: Sequence[int]
 ) -> None:
     """Measure calls with limited multiprocessors on tensors of ``size`` bytes."""
-    from miraccl.runtime.gpu.ctas import CtaLimits
+    from miraccl.planning.cta_limits import CtaLimits
 
     agreed, each = comm.ctas, size // 4 // comm.nranks // 64 * 64
     whole = torch.randn(each * comm.nranks, device="cuda")

@@ -140,6 +140,10 @@ class PreMulSum:
         object.__setattr__(self, "_sign", math.copysign(1.0, number))
 
 
+Operator = RedOp | PreMulSum
+"""Reduction operator of a collective."""
+
+
 class Collective(enum.IntEnum):
     """Collective operations. Buffers are counted in *blocks* of ``count`` elements
     (``schedule.ir``).

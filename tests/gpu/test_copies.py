@@ -9,7 +9,7 @@ import pytest
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.copies import BlockCopy, block_copies, faster_min_bytes, is_supported
 from miraccl.executor.cuda.staged_copies import ALGORITHMS
-from miraccl.runtime.gpu.ctas import CtaLimits
+from miraccl.planning.cta_limits import CtaLimits
 from miraccl.runtime.gpu.engines import CopyEngines
 from miraccl.schedule import catalog
 from miraccl.types import Collective

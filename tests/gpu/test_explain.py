@@ -8,7 +8,7 @@ import pytest
 
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import ALGORITHMS, Request
-from miraccl.runtime.gpu.explain import DeviceCandidate, candidates
+from miraccl.planning.device_candidates import DeviceCandidate, candidates
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu import emulated_ranks
 from tests.gpu.emulator import folder, needs_compiler

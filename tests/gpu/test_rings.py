@@ -10,7 +10,7 @@ import pytest
 
 from miraccl.graph.plan_cache import add_checksum
 from miraccl.native import cache
-from miraccl.runtime.gpu.rings import RingOrder, find_ring
+from miraccl.planning.ring_order import RingOrder, find_ring
 from miraccl.topo.load import load_topology
 from miraccl.transport.cuda_pairs import GpuFacts, GpuPaths, read_paths
 from tests.gpu import emulated_ranks

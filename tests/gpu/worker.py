@@ -23,13 +23,12 @@ import numpy as np
 from miraccl.bootstrap.launch import detect_launch, join_launch
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import DevicePlan
-from miraccl.runtime.gpu.collectives import Operator
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.options import Options
 from miraccl.schedule import catalog, passes
 from miraccl.schedule.interpret import expected_outputs
 from miraccl.schedule.reduction import NUMPY_DTYPE
-from miraccl.types import Collective, DType, PreMulSum, RedOp
+from miraccl.types import Collective, DType, Operator, PreMulSum, RedOp
 
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 

@@ -11,7 +11,7 @@ from miraccl import params
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import DevicePlan, Request, kernel_spec
-from miraccl.runtime.gpu.ctas import RESERVED_SMS, CtaLimits
+from miraccl.planning.cta_limits import RESERVED_SMS, CtaLimits
 from miraccl.runtime.options import Options
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu import emulated_ranks

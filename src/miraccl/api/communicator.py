@@ -31,8 +31,8 @@ from miraccl.types import Collective, DType
 
 if TYPE_CHECKING:
     from miraccl.executor.cuda.plan import DevicePlan
+    from miraccl.planning.device_candidates import DeviceCandidate
     from miraccl.runtime.gpu.communicator import DeviceCommunicator
-    from miraccl.runtime.gpu.explain import DeviceCandidate
     from miraccl.runtime.multinode.communicator import MultiNodeCommunicator
     from miraccl.runtime.multinode.runtime import MultiNodePlan
 

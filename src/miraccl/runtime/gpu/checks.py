@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from miraccl.ops.arguments import resolve_operator
-from miraccl.runtime.gpu.collectives import DeviceCollectives, Operator
+from miraccl.runtime.gpu.collectives import DeviceCollectives
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.uneven import UnevenCollectives, UnevenRequest
-from miraccl.types import Collective
+from miraccl.types import Collective, Operator
 
 
 class ArgumentChecks(DeviceCollectives, UnevenCollectives):

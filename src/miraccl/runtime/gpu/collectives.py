@@ -12,10 +12,9 @@ from miraccl.fastpath.cuda.table import FastCall
 from miraccl.fastpath.disabled import FastPathDisabled
 from miraccl.runtime.gpu.arguments import DeviceArguments
 from miraccl.runtime.gpu.memory import DeviceMemory, device_view, empty_like
-from miraccl.types import Collective, PreMulSum, RedOp
+from miraccl.types import Collective, Operator, RedOp
 
 SUM = RedOp.SUM
-Operator = RedOp | PreMulSum
 
 
 class DeviceCollectives(FastPathDisabled, DeviceArguments):

@@ -44,30 +44,30 @@ from miraccl.executor.cuda.plan import DevicePlan, Request
 from miraccl.executor.cuda.staged_copies import StagedLaunch
 from miraccl.fastpath.cuda.table import CALLS, CudaFastPath, FastCall, group_builtins
 from miraccl.ops.arguments import resolve_operator
+from miraccl.planning.cta_limits import CtaLimits
+from miraccl.planning.device_candidates import DeviceCandidate, candidates
+from miraccl.planning.device_planner import DevicePlanner
+from miraccl.planning.ring_order import RingOrder, find_ring
 from miraccl.runtime import forks, summary
 from miraccl.runtime import group as groups
 from miraccl.runtime.control import GPU_SETUP, ControlPlane, NullControlPlane
 from miraccl.runtime.forks import closed_reason
-from miraccl.runtime.gpu.collectives import SUM, DeviceCollectives, Operator
-from miraccl.runtime.gpu.ctas import CtaLimits
+from miraccl.runtime.gpu.collectives import SUM, DeviceCollectives
 from miraccl.runtime.gpu.engines import MAX_LAUNCHES, CopyEngines
-from miraccl.runtime.gpu.explain import DeviceCandidate, candidates
 from miraccl.runtime.gpu.faults import DeviceFaults
 from miraccl.runtime.gpu.grouped import FastPathGroupable
 from miraccl.runtime.gpu.keep_alive import KeepAlive
 from miraccl.runtime.gpu.launch_order import SMALL_THREADS, LaunchOrders, thread_launch_orders
 from miraccl.runtime.gpu.memory import DeviceMemory, array_kinds
 from miraccl.runtime.gpu.messages import MessageCalls, message_frame
-from miraccl.runtime.gpu.planner import DevicePlanner
 from miraccl.runtime.gpu.probe import DeviceProbe
-from miraccl.runtime.gpu.rings import RingOrder, find_ring
 from miraccl.runtime.gpu.stream_order import StreamOrder
 from miraccl.runtime.gpu.wait_state import KernelWaitState
 from miraccl.runtime.gpu.windows import DeviceWindows
 from miraccl.runtime.options import Options
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.transport.cuda_p2p import Explanation, SymmetricMemory
-from miraccl.types import Collective, DType, RedOp
+from miraccl.types import Collective, DType, Operator, RedOp
 
 _log = trace.logger("init")
 AnyLaunch = Launch | OneSidedLaunch | CopyLaunch | StagedLaunch

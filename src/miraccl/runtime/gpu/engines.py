@@ -24,7 +24,7 @@ from miraccl.executor.cuda.launch import Kernels
 from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.plan import Request
 from miraccl.executor.cuda.staged_copies import ALGORITHMS, Directions, StagedLaunch
-from miraccl.runtime.gpu.ctas import CtaLimits
+from miraccl.planning.cta_limits import CtaLimits
 from miraccl.transport.cuda_p2p import SymmetricMemory
 from miraccl.types import Collective, DType, RedOp
 

@@ -18,7 +18,6 @@ from miraccl.executor.cuda.messages import MAX_BYTES, P2pMessage, describe_messa
 from miraccl.executor.cuda.source import Framing
 from miraccl.executor.cuda.warp_queues import saturates_gpu
 from miraccl.ops.arguments import peer_rank
-from miraccl.runtime.gpu.collectives import Operator
 from miraccl.runtime.gpu.memory import DeviceMemory, device_view
 from miraccl.runtime.gpu.transfer import DeviceTransfer
 from miraccl.runtime.gpu.uneven import (
@@ -30,7 +29,7 @@ from miraccl.runtime.gpu.uneven import (
 from miraccl.topo.records import PathType
 from miraccl.transport.cuda_p2p import SymmetricMemory
 from miraccl.transport.cuda_pairs import DIRECT
-from miraccl.types import Collective, DType
+from miraccl.types import Collective, DType, Operator
 
 if TYPE_CHECKING:
     from miraccl.executor.cuda.gpu import Gpu

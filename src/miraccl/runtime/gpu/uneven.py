@@ -14,9 +14,9 @@ from miraccl.errors import InvalidUsage
 from miraccl.fastpath.disabled import FastPathDisabled
 from miraccl.ops.arguments import counts_of, resolve_operator
 from miraccl.runtime.gpu.arguments import DeviceArguments
-from miraccl.runtime.gpu.collectives import SUM, Operator
+from miraccl.runtime.gpu.collectives import SUM
 from miraccl.runtime.gpu.memory import DeviceMemory, device_view, empty_like
-from miraccl.types import Collective
+from miraccl.types import Collective, Operator
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

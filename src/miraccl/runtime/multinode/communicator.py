@@ -33,10 +33,10 @@ from miraccl.errors import (
 )
 from miraccl.executor.cuda.message_collectives import op_signature
 from miraccl.ops.arguments import peer_rank, resolve_operator
+from miraccl.planning.device_candidates import DeviceCandidate
 from miraccl.runtime.control import COUNTED_RANKS, GPU_SETUP, ControlPlane, NullControlPlane
-from miraccl.runtime.gpu.collectives import SUM, DeviceCollectives, Operator
+from miraccl.runtime.gpu.collectives import SUM, DeviceCollectives
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
-from miraccl.runtime.gpu.explain import DeviceCandidate
 from miraccl.runtime.gpu.grouped import Groupable
 from miraccl.runtime.gpu.launch_order import LaunchOrders
 from miraccl.runtime.gpu.memory import DeviceMemory, device_view
@@ -54,7 +54,7 @@ from miraccl.runtime.multinode.wait_state import MultiNodeWaitState
 from miraccl.runtime.options import Options
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.transport.cuda_p2p import Explanation
-from miraccl.types import Collective, DType
+from miraccl.types import Collective, DType, Operator
 
 CLOSE_WAIT_S = 10.0
 OPERATION_FAULTS = (

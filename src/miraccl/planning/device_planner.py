@@ -6,22 +6,37 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import DevicePlan, Request, check_protocol
 from miraccl.ops.arguments import resolve_operator
 from miraccl.planning import nccl_hints
 from miraccl.planning.nccl_hints import NcclHints
-from miraccl.runtime.gpu.collectives import SUM, Operator
-from miraccl.runtime.options import Options
 from miraccl.schedule import catalog
-from miraccl.types import Collective, DType, RedOp
+from miraccl.types import Collective, DType, Operator, RedOp
+
+
+class PlannerOptions(Protocol):
+    """Options of a communicator that the planner reads (``runtime.options.Options``)."""
+
+    @property
+    def algo(self) -> str: ...
+    @property
+    def proto(self) -> str: ...
+    @property
+    def deterministic(self) -> bool: ...
+    @property
+    def algo_hints(self) -> tuple[tuple[Collective, str], ...]: ...
+    @property
+    def proto_hints(self) -> tuple[tuple[Collective, str], ...]: ...
 
 
 class DevicePlanner:
     """Makes requests from calls and finds their plans, for one communicator and rank."""
 
-    def __init__(self, rank: int, nranks: int, options: Options) -> None:
+    def __init__(self, rank: int, nranks: int, options: PlannerOptions) -> None:
         """Raise ``InvalidUsage`` for an unknown algorithm or protocol."""
         self.rank, self.nranks = rank, nranks
         self.algo, self.proto = (
@@ -39,7 +54,12 @@ class DevicePlanner:
         self._user_plans: dict[tuple[Collective, DType, int, RedOp], DevicePlan] = {}
 
     def request(
-        self, collective: Collective, dtype: DType, count: int, op: Operator = SUM, root: int = 0
+        self,
+        collective: Collective,
+        dtype: DType,
+        count: int,
+        op: Operator = RedOp.SUM,
+        root: int = 0,
     ) -> Request:
         """Return the planner's input on all SMs; ``count``: elements per block."""
         kind, scalar = resolve_operator(op, dtype, collective.label)
