@@ -32,6 +32,7 @@ from miraccl import params
 from miraccl.api.communicator import Communicator
 from miraccl.native.intrinsics import load32, pause, sched_yield
 from miraccl.proxy.kernels.staging_layout import READY_OFFSET, SLOT_STRIDE
+from miraccl.runtime.core_access import core_access
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.transfer import DeviceTransfer
 from miraccl.runtime.multinode.direct import DirectStreams
@@ -127,11 +128,15 @@ def rank_main(
         streams: list[Any] = []
         if messages and not through_proxy:
             streams = [
-                MessageStreams(SetupPhases(world), cpus[0]._core, NodeLayout.of(world.rank, "ab"))
+                MessageStreams(
+                    SetupPhases(world), core_access(cpus[0]), NodeLayout.of(world.rank, "ab")
+                )
             ]
         elif not through_proxy:
             streams = [
-                DirectStreams(SetupPhases(world.subgroup(range(2), f"direct {i}")), cpu._core)
+                DirectStreams(
+                    SetupPhases(world.subgroup(range(2), f"direct {i}")), core_access(cpu)
+                )
                 for i, cpu in enumerate(cpus)
             ]
 

@@ -115,9 +115,9 @@ def absent_rank() -> dict[str, Any]:
         device = me.comm._device
         assert isinstance(device, DeviceCommunicator)
         if me.rank == 0:  # only now: compilers run before the first operation
-            boards = device._probe.snapshot()
+            boards = device.probe.snapshot()
             while boards is None or not all(boards.has_begun(peer, 2) for peer in range(1, last)):
-                boards = device._probe.snapshot()
+                boards = device.probe.snapshot()
             device._comm_args = dataclasses.replace(device._comm_args, timeout_ns=int(0.3e9))
             device._drop_launches()
         if me.rank == last:

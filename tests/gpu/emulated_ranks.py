@@ -26,6 +26,7 @@ from miraccl.errors import CommunicatorClosed, InvalidUsage
 from miraccl.executor.cuda.driver import ordinal_at
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.ops.arguments import DLTensor
+from miraccl.runtime.core_access import mark_collective
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.gpu.launch_order import LaunchOrders
 from miraccl.runtime.gpu.stream_order import MAX_KEPT_STREAMS
@@ -412,7 +413,7 @@ def uneven() -> None:
                     comm.send(me.put(me.data(1, 6)), 1)
                     for peer, part in enumerate(parts):
                         comm.recv(part, peer)
-                    comm._are_collective(Collective.GATHER, 1, [6] * n, n + 1)
+                    mark_collective(comm, Collective.GATHER, 1, [6] * n, n + 1)
                 else:
                     comm.gather(me.put(me.data(me.rank, 6)), 1)
             me.synchronize()

@@ -796,7 +796,7 @@ class CpuKernels:
         self.faults = DeviceFaults(
             session, self.words, options.timeout, **callbacks, global_ranks=global_ranks
         )
-        self._probe: Any = None
+        self.probe: Any = None
         self.calls: list[Collective] = []
         self.planner = types.SimpleNamespace(deterministic=options.deterministic)
         self.streams = types.SimpleNamespace(handle=lambda stream: int(stream or 0))
@@ -811,14 +811,14 @@ class CpuKernels:
     def compare_ops(self) -> None:
         """Do nothing: the CPU communicator compares operations."""
 
-    def _enter(self, name: str, stream: Any) -> int:
+    def enter_operation(self, name: str, stream: Any) -> int:
         self.check(name)
         before, self._stream = self._stream, self.streams.handle(stream)
         if before not in (-1, self._stream):
             self.gpu.order_streams(before, self._stream)
         return self._stream
 
-    def _retain(self, views: Sequence[DeviceMemory], number: int) -> None:
+    def retain(self, views: Sequence[DeviceMemory], number: int) -> None:
         assert all(view.keep is None for view in views)
 
     def exchange(

@@ -21,6 +21,7 @@ from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.nogil.operations import NOT_BEGUN
 from miraccl.executor.cpu.lower import signature
 from miraccl.runtime import group
+from miraccl.runtime.core_access import CoreAccess
 from miraccl.runtime.multinode.messages import MessageOperation
 from miraccl.runtime.multinode.transfers import StagedMessage
 from miraccl.types import Collective, DType, RedOp
@@ -43,7 +44,8 @@ class Rank:
             threaded=True,
             groups=group.address(),
         )
-        self.member: Any = types.SimpleNamespace(context=self.context)
+        core: Any = types.SimpleNamespace(context=self.context, rank=rank, nranks=nranks)
+        self.core = CoreAccess(core)
         self.rank = rank
         self.sockets: dict[int, socket.socket] = {}
         self.counts = {peer: np.zeros(2, np.int64) for peer in range(nranks)}

@@ -17,9 +17,9 @@ import torch.distributed._functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
 from miraccl.errors import BootstrapError
+from miraccl.runtime.core_access import core_access
 from miraccl.torch import BackendError, ProcessGroupMiraccl, start
 from miraccl.torch import monitored as monitored_barrier
-from miraccl.torch.core_access import timeout_of
 from tests.torch.calls import exchanged, gathered_out
 from tests.torch.worlds import LIMIT, all_here, both, gloo, refused, world
 
@@ -353,7 +353,9 @@ def monitored(path: str) -> None:
                 group.monitored_barrier(SHORT)
         dist.barrier()
         if rank == last:
-            with refused("monitored_barrier", f"rank {last} did not reach the barrier within 0.3 s"):
+            with refused(
+                "monitored_barrier", f"rank {last} did not reach the barrier within 0.3 s"
+            ):
                 group.monitored_barrier(SHORT)
         dist.barrier()
         if not rank:
@@ -464,7 +466,7 @@ def deadlines_during_operations(path: str) -> None:
             options = dist.distributed_c10d.AllreduceOptions()
             options.timeout, options.asyncOp = 2 * LIMIT, True
             work = group.allreduce([torch.ones(2)], options)
-            while timeout_of(group.communicator) != options.timeout.total_seconds():
+            while core_access(group.communicator).timeout != options.timeout.total_seconds():
                 time.sleep(0.001)
             group.set_timeout(3 * LIMIT)
             assert group.options._timeout == 3 * LIMIT
@@ -472,7 +474,7 @@ def deadlines_during_operations(path: str) -> None:
                 dist.send(torch.ones(1), peer)
             work.wait()
             dist.barrier()
-            assert timeout_of(group.communicator) == 3 * LIMIT.total_seconds()
+            assert core_access(group.communicator).timeout == 3 * LIMIT.total_seconds()
         else:
             dist.recv(torch.ones(1), 0)
             dist.all_reduce(torch.ones(2))

@@ -26,6 +26,7 @@ from miraccl import get_unique_id, params
 from miraccl.api.communicator import Communicator
 from miraccl.bootstrap import stacks
 from miraccl.errors import CollectiveTimeout, InvalidUsage, PeerDied
+from miraccl.runtime.core_access import core_access
 from miraccl.torch import (
     BackendError,
     ProcessGroupMiraccl,
@@ -35,7 +36,6 @@ from miraccl.torch import (
     transfers,
     wrapped,
 )
-from miraccl.torch.core_access import timeout_of
 from miraccl.torch.streams import GroupStreams, StreamWork
 from miraccl.torch.work import Work, WorkQueue, seconds
 from miraccl.types import Collective, PreMulSum, RedOp
@@ -58,7 +58,7 @@ def test_centuries_are_a_deadline() -> None:
     comm, mail = (Communicator(1, get_unique_id(), 0) for _ in range(2))
     group = ProcessGroupMiraccl(dist.HashStore(), comm, mail)
     group.set_timeout(centuries)
-    assert timeout_of(comm) == params.FOREVER
+    assert core_access(comm).timeout == params.FOREVER
     assert seconds(centuries) == params.FOREVER <= threading.TIMEOUT_MAX
     assert seconds(datetime.timedelta(seconds=3)) == 3
     x, options = torch.ones(2), dist.AllreduceOptions()
@@ -649,12 +649,14 @@ def test_lists_of_plain_tensors_are_not_staged(group: Any, monkeypatch: pytest.M
     )
     monkeypatch.setattr(group, "_start", lambda name, *_: staged.append(name))
     recorded: list[Any] = []  # to the GPU side, which is not there
-    monkeypatch.setattr(group.communicator, "_are_collective", lambda *what: recorded.append(what))
+    monkeypatch.setattr(fast_path, "mark_collective", lambda comm, *what: recorded.append(what))
     x, gather = torch.arange(6.0).reshape(2, 3), c10d.AllgatherOptions()
 
     def here(kind: Any) -> Any:
         options = kind()
-        options.asyncOp = False  # or messages are recorded a stream, which those on CPU memory have not
+        options.asyncOp = (
+            False  # or messages are recorded a stream, which those on CPU memory have not
+        )
         return options
 
     calls: list[Callable[[Any], Any]] = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ from miraccl.runtime.gpu.memory import current_ordinal, device_ordinal, is_gpu_a
 from miraccl.runtime.gpu.stream import library_stream_getter
 from miraccl.runtime.persistent import Persistent
 from miraccl.runtime.setup_phases import SetupPhases
-from miraccl.types import Collective
 
 _DEVICE = re.compile(r"cuda(?::([0-9]{1,4}))?")
 
@@ -95,16 +94,6 @@ class Dispatcher:
                 hint="a rank uses one GPU: that of the first array it passed",
             )
         return guarded(side)
-
-    def _are_collective(
-        self, collective: Collective, root: int, counts: Sequence[int], count: int
-    ) -> None:
-        """Mark the last ``count`` sends and receives of a group, on GPU memory of one host, as a
-        collective.
-
-        See ``runtime.gpu.grouped``.
-        """
-        self._device.are_collective(collective, root, counts, count)  # type: ignore[union-attr]
 
     def _gpu_receiver(self, async_op: bool, ordinal: int) -> Any:
         """Return the GPU side, or its recorder for an open group, or its background runner."""

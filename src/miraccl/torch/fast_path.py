@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
+from miraccl.runtime.core_access import mark_collective
 from miraccl.runtime.group import group
 from miraccl.torch.collectives import Collectives
 from miraccl.torch.mixed_backends import OtherBackends
@@ -327,8 +328,8 @@ class FastPathCollectives(Collectives):
                     self.communicator.send(x, rank, stream=stream)
                 for rank, x in incoming:
                     self.communicator.recv(x, rank, stream=stream)
-                self.communicator._are_collective(
-                    collective, root, counts, len(outgoing) + len(incoming)
+                mark_collective(
+                    self.communicator, collective, root, counts, len(outgoing) + len(incoming)
                 )
 
         return self._call(name, tensors, [x for _, x in (*outgoing, *incoming)], opts, operation)

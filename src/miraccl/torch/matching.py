@@ -35,15 +35,10 @@ from miraccl.errors import (
     MiracclError,
 )
 from miraccl.executor.cpu.kernels import layout
+from miraccl.runtime.core_access import core_access
 from miraccl.runtime.exchange import TransferEntry
 from miraccl.runtime.progress import progress
-from miraccl.torch.core_access import (
-    TaggedExchange,
-    set_background,
-    set_timeout,
-    timeout_of,
-    wait_state_of,
-)
+from miraccl.runtime.tagged_exchange import TaggedExchange
 from miraccl.torch.message import SENT, TaggedMessage, UnexpectedMessage, read_header, write_header
 
 SLICE_S = 0.005
@@ -64,10 +59,11 @@ class TagMatcher:
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self._me, self._nranks = comm.rank, comm.nranks
-        self.set_timeout(timeout_of(comm))
-        self._exchange = TaggedExchange(comm)
-        set_background(comm, True)
-        self._wait_state = wait_state_of(comm)
+        self._access = core_access(comm)
+        self.set_timeout(self._access.timeout)
+        self._exchange = TaggedExchange(self._access)
+        self._access.set_background(True)
+        self._wait_state = self._access.wait_state
         self._wait_state.open_transfers, self._wait_state.runs_in_background = (
             self._transfers,
             lambda: False,
@@ -345,7 +341,7 @@ class TagMatcher:
             self._fail(
                 CommunicatorClosed("the process group has been destroyed", rank=self.comm.rank)
             )
-        set_timeout(self.comm, self.timeout)
+        self._access.set_timeout(self.timeout)
         self.comm.finalize()
 
     def abort(self, reason: str) -> None:

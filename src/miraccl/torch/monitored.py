@@ -13,7 +13,7 @@ import torch
 
 from miraccl import clock
 from miraccl.errors import CollectiveTimeout
-from miraccl.torch.core_access import wait_for_graph
+from miraccl.runtime.core_access import core_access
 from miraccl.torch.matching import TagMatcher
 
 NAME = "monitored_barrier"
@@ -80,7 +80,10 @@ def _describe(matcher: TagMatcher, missing: list[int], limit: float) -> str:
         return ""
     who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
     return "\n".join(
-        [f"{who} did not reach the barrier within {limit:g} s", *wait_for_graph(matcher.comm)]
+        [
+            f"{who} did not reach the barrier within {limit:g} s",
+            *core_access(matcher.comm).wait_for_graph(),
+        ]
     )
 
 

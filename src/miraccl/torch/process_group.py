@@ -13,7 +13,6 @@ a device that another backend serves are forwarded to it (``mixed_backends``).
 from __future__ import annotations
 
 import datetime
-import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,8 +23,8 @@ from torch._C import _distributed_c10d as c10d
 
 from miraccl.api.communicator import Communicator
 from miraccl.errors import InvalidUsage
+from miraccl.runtime.core_access import core_access
 from miraccl.torch import monitored
-from miraccl.torch.core_access import is_on_one_host, set_background, set_timeout, wait_state_of
 from miraccl.torch.failures import as_backend_errors
 from miraccl.torch.fast_path import FastPathCollectives
 from miraccl.torch.forms import short_form
@@ -73,15 +72,17 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
         self._group_name = self._group_desc = ""
         self.communicator = communicator
         self._other_backends = other_backends
-        set_busy = functools.partial(set_background, communicator)
+        self._access = core_access(communicator)
         self._work_queue = WorkQueue(
-            f"{NAME}-torch-{communicator.rank}", set_busy, wait_state_of(communicator).wait_inside
+            f"{NAME}-torch-{communicator.rank}",
+            self._access.set_background,
+            self._access.wait_inside,
         )
         self._matcher = TagMatcher(p2p_comm)
         self._futures = FutureCompletion(f"{NAME}-torch-mail-{communicator.rank}", self._matcher)
         self._streams: GroupStreams | None = None
         self._batch: list[Work] | None = None
-        self._on_one_host = is_on_one_host(communicator)
+        self._on_one_host = self._access.on_one_host
         self._sequence = 0
         self._splits = 0
         self._barriers = 0
@@ -261,12 +262,12 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
         """Wrap ``action`` with a deadline of its own, in seconds."""
 
         def run() -> None:
-            set_timeout(self.communicator, limit)
+            self._access.set_timeout(limit)
             try:
                 action()
             finally:
                 # the application may have changed the deadline while the action ran
-                set_timeout(self.communicator, self._matcher.timeout)
+                self._access.set_timeout(self._matcher.timeout)
 
         return run
 
@@ -329,7 +330,7 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
         """
         # first: operations with their own deadline restore this value (``_limited``)
         self._matcher.set_timeout(timeout.total_seconds())
-        set_timeout(self.communicator, timeout.total_seconds())
+        self._access.set_timeout(timeout.total_seconds())
         if self._other_backends is not None:
             self._other_backends.group.set_timeout(timeout)
 

@@ -18,12 +18,12 @@ from miraccl.bootstrap.dial import ControlPlaneUnreachable
 from miraccl.deadline import Deadline
 from miraccl.diagnosis.detector import PendingCreation
 from miraccl.errors import AuthenticationError, BootstrapError, MiracclError, PeerDied
+from miraccl.runtime.core_access import core_access
 from miraccl.runtime.fabric import NOTICE_FIRST_S
 from miraccl.runtime.gpu.launch_order import program_launch_orders
 from miraccl.runtime.options import Options
 from miraccl.runtime.rendezvous import start_deadline
 from miraccl.runtime.setup_phases import SetupPhases
-from miraccl.torch.core_access import wait_state_of
 from miraccl.torch.failures import as_backend_errors
 from miraccl.torch.mixed_backends import OtherBackends, devices_of_call
 from miraccl.torch.process_group import ProcessGroupMiraccl
@@ -65,9 +65,8 @@ def create(opts: Any, backend_options: Any = None) -> ProcessGroupMiraccl:
             comm.finalize()
             raise
     assert p2p_comm is not None
-    wait_state_of(comm).default_timeout_s = wait_state_of(p2p_comm).default_timeout_s = (
-        creation.usual_s
-    )
+    for each in (comm, p2p_comm):
+        core_access(each).wait_state.default_timeout_s = creation.usual_s
     others = {device: name for device, name in devices.items() if name != NAME}
     other_backends = None
     if others:
@@ -103,7 +102,8 @@ class GroupCreation(PendingCreation):
         self.name, self.usual_s = "world", opts.timeout.total_seconds()
         self._world, self._ranks, tokens, parent = None, [], [], ""
         if isinstance(world, ProcessGroupMiraccl):
-            state, self._world = wait_state_of(world.communicator), world.communicator._core.session
+            access = core_access(world.communicator)
+            state, self._world = access.wait_state, access.session
             self.name, self._ranks, parent = (
                 f"group {opts.group_id}",
                 list(opts.global_ranks_in_group),

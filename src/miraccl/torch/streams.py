@@ -27,8 +27,8 @@ import torch.distributed as dist
 from miraccl import clock
 from miraccl.api.communicator import Communicator
 from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
+from miraccl.runtime.core_access import check_gpu, refresh_gpu_faults
 from miraccl.runtime.group import group
-from miraccl.torch.core_access import check_gpu, refresh_gpu_faults
 from miraccl.torch.failures import BackendError
 from miraccl.torch.work import Action, Work, no_action, seconds
 

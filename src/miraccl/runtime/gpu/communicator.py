@@ -117,7 +117,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
             layout.INITIAL_FILL,
             stages=stages,
         )
-        self._probe = DeviceProbe(
+        self.probe = DeviceProbe(
             self.gpu, self.symmetric, lambda: [*self._launches.items(), *self._engines.launches()]
         )
         try:
@@ -127,10 +127,10 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
                 session,
                 self._host,
                 options.timeout,
-                read_snapshot=self._probe.snapshot,
-                describe_launch=self._probe.describe_launch,
-                rejected_size=self._probe.rejected_size,
-                stopped=self._probe.stopped,
+                read_snapshot=self.probe.snapshot,
+                describe_launch=self.probe.describe_launch,
+                rejected_size=self.probe.rejected_size,
+                stopped=self.probe.stopped,
                 global_ranks=global_ranks,
             )
             self.ring, self.ctas = self._agree(options.cta_policy, stages)
@@ -176,9 +176,9 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         )
         self._plan: DevicePlan | None = None  # of the last operation on the slow path
         if self.ctas.copy_engines_only and self.nranks > 1:
-            self.faults.monitor_copies(self._engines, self._probe.pending_copies)
+            self.faults.monitor_copies(self._engines, self.probe.pending_copies)
         self.wait_state = KernelWaitState(
-            session, self._probe, self.faults.fail_deadlocked, self._is_drained
+            session, self.probe, self.faults.fail_deadlocked, self._is_drained
         )
         # A part of a multi-node communicator is monitored as part of that one.
         if not global_ranks and self.nranks > 1:
@@ -298,7 +298,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
             self._start(launch, source.address, target.address, stream, collective)
             enqueued = True
         if enqueued and (source.keep is not None or target.keep is not None):
-            self._retain([source, target], self._fast_path.stream)
+            self.retain([source, target], self._fast_path.stream)
 
     @contextlib.contextmanager
     def any_window_offset(self) -> Iterator[None]:
@@ -315,7 +315,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
     def _start(
         self, launch: AnyLaunch, source: int, target: int, stream: Any, collective: Collective
     ) -> None:
-        number = self._enter(collective.label, stream, launch.threads > SMALL_THREADS)
+        number = self.enter_operation(collective.label, stream, launch.threads > SMALL_THREADS)
         launch.run(source, target, number)
         self.last_plan = launch.plan
 
@@ -358,7 +358,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
                 target.address,
                 source.address,
                 source.nbytes,
-                self._enter(collective.label, stream, False),
+                self.enter_operation(collective.label, stream, False),
             )
         else:
             return False
@@ -451,7 +451,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         """Return the stream of the last operation (``launch_order.Launcher``)."""
         return self.streams.last_stream(capture)
 
-    def _enter(self, name: str, stream: Any, fills: bool = True) -> int:
+    def enter_operation(self, name: str, stream: Any, fills: bool = True) -> int:
         """Begin an operation: raise a known fault, order the stream, return its handle.
 
         ``fills``: the launch may occupy the whole GPU (``launch_order``).
@@ -475,7 +475,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
     def stream(self, number: int) -> None:
         self._fast_path.stream = number
 
-    def _retain(self, views: Sequence[DeviceMemory], number: int) -> None:
+    def retain(self, views: Sequence[DeviceMemory], number: int) -> None:
         """Keep the objects behind these views alive until the GPU has finished with them."""
         objects = [view.keep for view in views if view.keep is not None]
         if objects:
@@ -535,11 +535,11 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         The GPU has finished its work.
         """
         if self.nranks > 1 and not self.faults.ended:
-            self._probe.compare_ops(self.faults)
+            self.probe.compare_ops(self.faults)
 
     def has_stopped(self) -> bool:
         """Return True if a wait on this rank's GPU has ended unfulfilled."""
-        return self.nranks > 1 and not self.faults.ended and self._probe.stopped()
+        return self.nranks > 1 and not self.faults.ended and self.probe.stopped()
 
     def close(self, already_reported: bool = False) -> MiracclError | None:
         """Free all resources after all ranks have arrived and their kernels have ended.
@@ -568,7 +568,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         except MiracclError:
             all_closed = False
         if all_closed and self.nranks > 1:
-            self._probe.compare_final_ops(self.faults, message_frame(self.symmetric))
+            self.probe.compare_final_ops(self.faults, message_frame(self.symmetric))
         self.wait_state.close()
         unreported = self.faults.unreported(already_reported)  # includes peers' findings until now
         if all_closed and self.nranks > 1:

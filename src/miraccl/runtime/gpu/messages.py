@@ -109,8 +109,8 @@ class MessageCalls(UnevenCollectives):
 
     if TYPE_CHECKING:
 
-        def _enter(self, name: str, stream: Any, fills: bool = True) -> int: ...
-        def _retain(self, views: Sequence[DeviceMemory], number: int) -> None: ...
+        def enter_operation(self, name: str, stream: Any, fills: bool = True) -> int: ...
+        def retain(self, views: Sequence[DeviceMemory], number: int) -> None: ...
         def _run(
             self,
             collective: Collective,
@@ -187,12 +187,12 @@ class MessageCalls(UnevenCollectives):
         """Enqueue one launch; ``signature``: that of the collective they form, if any."""
         messages = [message for _, message in parts]
         fills = saturates_gpu(sum([m.nbytes for m in messages]), len(messages))
-        number = self._enter(name, stream, fills)
+        number = self.enter_operation(name, stream, fills)
         self._messages.run(messages, number, fills, signature)
         self.last_plan = self._messages.last_plan
         for memory, _ in parts:
             if memory.keep is not None:
-                self._retain([memory], number)
+                self.retain([memory], number)
 
     def exchange(
         self,
@@ -216,7 +216,7 @@ class MessageCalls(UnevenCollectives):
 
     def barrier(self, *, stream: Any = None) -> None:
         """Delay later work in the stream until every rank's stream has arrived here."""
-        number = self._enter("barrier", stream, False)
+        number = self.enter_operation("barrier", stream, False)
         others = [r for r in range(self.nranks) if r != self.rank]
         words = [
             P2pMessage(receives, r, 0, 0, int(DType.UINT8))

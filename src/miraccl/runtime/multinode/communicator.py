@@ -189,8 +189,8 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             stages.gather("gpu staging ready")
             self.runtime.stop_monitoring()
             kernels = (
-                (self.local._probe, self._local_session)
-                if self.layout.local_size > 1 and self.local._probe is not None
+                (self.local.probe, self._local_session)
+                if self.layout.local_size > 1 and self.local.probe is not None
                 else None
             )
             self.wait_state = MultiNodeWaitState(
@@ -421,7 +421,7 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
     ) -> Iterator[tuple[int, bool]]:
         """Enclose an operation: check faults, yield (stream handle, captured), retain the views."""
         self.check(name)
-        handle = self.local._enter(name, stream)
+        handle = self.local.enter_operation(name, stream)
         self._used_other_streams |= handle != 0
         self.runtime.staging.enqueuing = True
         try:
@@ -432,7 +432,7 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             raise
         finally:
             self.runtime.staging.enqueuing = False
-        self.local._retain(views, handle)
+        self.local.retain(views, handle)
 
     # ---- explanation
 

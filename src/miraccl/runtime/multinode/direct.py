@@ -19,7 +19,7 @@ from miraccl.executor.cpu.context import fold_kernel
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cpu.lower import signature
-from miraccl.runtime.core import CommunicatorCore
+from miraccl.runtime.core_access import CoreAccess
 from miraccl.runtime.multinode.segments import StagedSegment, StagedShape
 from miraccl.runtime.multinode.streams import PeerStreams, StreamOperation, write_words
 from miraccl.runtime.setup_phases import SetupPhases
@@ -42,19 +42,19 @@ class DirectStreams:
     Created collectively; used by one thread at a time.
     """
 
-    def __init__(self, stages: SetupPhases, member: CommunicatorCore) -> None:
-        self.member, self._session = member, stages.session
+    def __init__(self, stages: SetupPhases, core: CoreAccess) -> None:
+        self.core, self._session = core, stages.session
         self._streams = PeerStreams(
-            stages, member, [rank for rank in range(member.nranks) if rank != member.rank], "direct"
+            stages, core, [rank for rank in range(core.nranks) if rank != core.rank], "direct"
         )
         self._receive_buffers: list[np.ndarray] = []
         self.peers = self._streams.peers
 
     @staticmethod
-    def applicable(member: CommunicatorCore) -> bool:
+    def applicable(core: CoreAccess) -> bool:
         """Return True if the ranks of a communicator create such streams; all ranks agree."""
-        alone = len(set(member.fabric.hosts)) == member.nranks
-        return alone and 1 < member.nranks <= MAX_PEERS + 1 and not member.options.algo
+        one_per_host = len(set(core.hosts)) == core.nranks
+        return one_per_host and 1 < core.nranks <= MAX_PEERS + 1 and not core.required_algorithm
 
     def accepts(self, shape: StagedShape, segment: StagedSegment, op: Any) -> bool:
         """Return True if a segment runs as a direct exchange; all ranks agree."""
@@ -106,7 +106,7 @@ class DirectOperation(StreamOperation):
         x: np.ndarray,
         out: np.ndarray,
     ) -> None:
-        super().__init__(streams.member, shape.collective.label)
+        super().__init__(streams.core, shape.collective.label)
         self._keep: list[Any] = [x, out]
         source, target = int(x.ctypes.data), int(out.ctypes.data)
         block = _block_bytes(shape, x, out)

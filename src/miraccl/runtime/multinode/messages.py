@@ -21,7 +21,7 @@ from miraccl.errors import MiracclError
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cpu.lower import describe_signature, signature
-from miraccl.runtime.core import CommunicatorCore
+from miraccl.runtime.core_access import CoreAccess
 from miraccl.runtime.multinode.layout import NodeLayout
 from miraccl.runtime.multinode.segments import StagedSegment
 from miraccl.runtime.multinode.staging import PinnedSlots, PreparedOp
@@ -56,21 +56,21 @@ MAX_REMOTE_RANKS = 16
 class MessageStreams:
     """Stream to each remote rank, with its message counters; created collectively."""
 
-    def __init__(self, stages: SetupPhases, member: CommunicatorCore, layout: NodeLayout) -> None:
-        self.member = member
+    def __init__(self, stages: SetupPhases, core: CoreAccess, layout: NodeLayout) -> None:
+        self.core = core
         remote = [rank for rank in range(layout.nranks) if rank not in layout.local_ranks]
-        self._streams = PeerStreams(stages, member, remote, "gpu messages")
+        self._streams = PeerStreams(stages, core, remote, "gpu messages")
         self._counters = {
             peer: np.zeros((2, offsets.STREAM_BYTES // 8), np.int64) for peer in remote
         }
         self._collectives = np.zeros(offsets.COLLECTIVES_BYTES // 8, np.int64)
-        self._unmatched_detector = UnmatchedDetector(member.rank, self._streams.sockets)
+        self._unmatched_detector = UnmatchedDetector(core.rank, self._streams.sockets)
 
     @staticmethod
-    def applicable(member: CommunicatorCore, layout: NodeLayout) -> bool:
+    def applicable(core: CoreAccess, layout: NodeLayout) -> bool:
         """Return True if the ranks create such streams; all ranks agree."""
-        hosts = [{member.fabric.hosts[rank] for rank in ranks} for ranks in layout.nodes]
-        apart = sum(map(len, hosts)) == len(set(member.fabric.hosts))
+        hosts = [{core.hosts[rank] for rank in ranks} for ranks in layout.nodes]
+        apart = sum(map(len, hosts)) == len(set(core.hosts))
         return apart and layout.max_remote_ranks <= MAX_REMOTE_RANKS
 
     @property
@@ -103,7 +103,7 @@ class MessageStreams:
 
     def message_counters(self) -> MessageCounters:
         """Return the counters of messages in collectives; all operations have ended."""
-        return MessageCounters.of(self.member.nranks, self._collectives, self._counters)
+        return MessageCounters.of(self.core.nranks, self._collectives, self._counters)
 
     def find_unmatched(self, between: Callable[[], bool]) -> MiracclError | None:
         """Return the error of a message of a collective that this rank has ended, or None.
@@ -138,7 +138,7 @@ class MessageOperation(StreamOperation):
     ) -> None:
         self._peers = list(dict.fromkeys(message.peer for message in messages))
         self.streams, self._kind = streams, kind or (Collective.SEND_RECV, 0)
-        super().__init__(streams.member, f"{kind[0].label}_v" if kind else "send/recv")
+        super().__init__(streams.core, f"{kind[0].label}_v" if kind else "send/recv")
         if kind is not None:
             which = _template(kind, DType.UINT8, 0) if begins else 0
             write_words(
@@ -219,13 +219,13 @@ class MessageOperation(StreamOperation):
     def check_result(self, code: int) -> None:
         """Raise the error of a code; for mismatched messages it describes both."""
         if code in (layout.ERR_MISMATCH, layout.ERR_SIZE):
-            peer = self._core.context.get(layout.CTX_ERR_PEER)
+            peer = self.core.failed_peer
             row = self.rows[self._peers.index(peer)]
             mine, theirs = (
                 _MessageHeader.of(row[place // 8], row[place // 8 + 1])
                 for place in (offsets.IN + offsets.HEADER, offsets.HEADER_IN)
             )
-            raise self._core.faults.message_mismatch(
+            raise self.core.message_mismatch(
                 peer, mine[:2], theirs[:2], self._describe_divergence(peer, mine, theirs)
             )
         super().check_result(code)
@@ -233,7 +233,7 @@ class MessageOperation(StreamOperation):
     def _describe_divergence(self, peer: int, mine: _MessageHeader, theirs: _MessageHeader) -> str:
         """Describe a message of ``peer`` that belongs to another collective; else empty."""
         rank, first, second = (
-            self._core.rank,
+            self.core.rank,
             describe_signature(mine.sig),
             describe_signature(theirs.sig),
         )

@@ -7,7 +7,7 @@ slot; the thread's loop then starts it without Python.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -16,13 +16,19 @@ from miraccl.runtime.multinode.segments import StagedSegment, StagedShape
 from miraccl.runtime.multinode.staging import PinnedSlots, PreparedOp, SegmentNetwork
 from miraccl.types import Collective, DType, RedOp
 
+if TYPE_CHECKING:
+    from miraccl.runtime.core import CommunicatorCore
+
 
 class CpuCommunicator(Protocol):
     """CPU communicator as staged operations use it (``api.communicator``)."""
 
     rank: int
     nranks: int
-    _core: Any
+
+    @property
+    def _core(self) -> CommunicatorCore:
+        """Core, for ``core_access``."""
 
     def all_reduce(self, x: Any, out: Any = None, op: Any = ...) -> Any: ...
     def all_reduce_init(self, x: Any, out: Any = None, op: Any = ...) -> Any: ...

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 from miraccl import params
 from miraccl.bootstrap import Session
-from miraccl.diagnosis import blocked_ops
 from miraccl.errors import MiracclError
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.runtime.control import GPU_SETUP
+from miraccl.runtime.core_access import core_access
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.transfer import DeviceTransfer
 from miraccl.runtime.multinode.direct import DirectStreams
@@ -107,7 +107,7 @@ class MultiNodeRuntime:
             self.inter_node = (self.world, *networks) if skip_first else tuple(networks)
         #: streams of these ranks, if they are few
         self.direct: tuple[DirectStreams, ...] = ()
-        if self.inter_node and DirectStreams.applicable(self.inter_node[0]._core):
+        if self.inter_node and DirectStreams.applicable(core_access(self.inter_node[0])):
             name = f"{session.name}/gpu direct {layout.local_rank}"
             subs = [
                 session.subgroup(layout.inter_node_ranks(), f"{name}.{thread}")
@@ -115,16 +115,16 @@ class MultiNodeRuntime:
             ]
             self.direct = tuple(
                 self._register_streams(
-                    DirectStreams(stages.child(sub, GPU_SETUP), communicator._core),
+                    DirectStreams(stages.child(sub, GPU_SETUP), core_access(communicator)),
                     layout.inter_node_ranks(),
                 )
                 for sub, communicator in zip(subs, self.inter_node, strict=True)
             )
         #: streams of messages between nodes, if there are few ranks
         self.messages: MessageStreams | None = None
-        if MessageStreams.applicable(self.world._core, layout):
+        if MessageStreams.applicable(core_access(self.world), layout):
             self.messages = self._register_streams(
-                MessageStreams(stages, self.world._core, layout), range(layout.nranks)
+                MessageStreams(stages, core_access(self.world), layout), range(layout.nranks)
             )
 
     def _open(
@@ -132,10 +132,10 @@ class MultiNodeRuntime:
     ) -> CpuCommunicator:
         session = stages.session.subgroup(ranks, f"{stages.session.name}/{name}")
         communicator = open_cpu(session, stages.child(session))
-        blocked_ops.providers.remove(
-            communicator._core.wait_state
-        )  # only staging threads wait in it; ``wait_state`` reports those
-        communicator._core.faults.global_ranks = ranks
+        access = core_access(communicator)
+        # Only staging threads wait in it; ``MultiNodeWaitState`` reports those.
+        access.detach_wait_state()
+        access.set_global_ranks(ranks)
         self._communicators.append(communicator)
         return communicator
 

@@ -15,7 +15,7 @@ import numpy as np
 from miraccl import params
 from miraccl.executor.cpu.context import call_kernel, nogil_kernel
 from miraccl.executor.cpu.kernels.nogil import offsets
-from miraccl.runtime.core import CommunicatorCore
+from miraccl.runtime.core_access import CoreAccess
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.transport.base import NetConnection
 from miraccl.transport.fifo import PAGE_BYTES
@@ -47,22 +47,22 @@ class _StreamCollector:
 class PeerStreams:
     """One stream to each of ``peers``, created by all ranks of the session of ``stages``.
 
-    Ranks are those of ``member``. Used by one thread at a time.
+    Ranks are those of ``core``. Used by one thread at a time.
     """
 
     def __init__(
-        self, stages: SetupPhases, member: CommunicatorCore, peers: Sequence[int], name: str
+        self, stages: SetupPhases, core: CoreAccess, peers: Sequence[int], name: str
     ) -> None:
-        self.member, self.peers = member, tuple(sorted(peers))
+        self.core, self.peers = core, tuple(sorted(peers))
         session = stages.session
         self._collector = _StreamCollector()
 
         def check_setup() -> None:
             stages.check()
-            member.check(0, "connecting")
+            core.check("connecting")
 
         self._transport = SocketTransport(
-            member.fabric.endpoints[member.rank],
+            core.endpoint,
             proxy=self._collector,
             secret=session.data_key,
             job=f"{session.name} {name}".encode(),
@@ -102,8 +102,8 @@ class StreamOperation:
 
     kernel: str
 
-    def __init__(self, member: CommunicatorCore, name: str) -> None:
-        self.name, self._core = name, member
+    def __init__(self, core: CoreAccess, name: str) -> None:
+        self.name, self.core = name, core
         self._words = np.zeros(offsets.EXCHANGE_BYTES // 8, np.int64)
 
     def _set_rows(self, rows: np.ndarray) -> None:
@@ -116,25 +116,20 @@ class StreamOperation:
             (offsets.POLLS, self._polls.ctypes.data),
         )
 
-    @property
-    def member(self) -> CommunicatorCore:
-        """Core that the operation belongs to."""
-        return self._core
-
     def unlocked(self) -> tuple[int, int, int]:
         """Return (function, context, exchange) as in ``runtime.persistent``."""
         return (
             nogil_kernel(self.kernel),
-            self._core.context.address,
+            self.core.context_address,
             int(self._words.ctypes.data),
         )
 
     def check_result(self, code: int) -> None:
         """Raise the error of a code of the compiled function."""
-        self._core.check_result(code, self.name)
+        self.core.check_result(code, self.name)
 
     def __call__(self) -> None:
-        self._core.check(0, self.name)
+        self.core.check(self.name)
         function, context, exchange = self.unlocked()
         self.check_result(call_kernel(function, context, exchange, 0, 0))
 

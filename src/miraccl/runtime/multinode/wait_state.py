@@ -34,7 +34,7 @@ from miraccl.diagnosis.waits import (
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cpu.lower import describe_signature
-from miraccl.runtime.core import CommunicatorCore
+from miraccl.runtime.core_access import CoreAccess, core_access
 from miraccl.runtime.gpu.probe import DeviceProbe
 from miraccl.runtime.gpu.wait_state import DeviceWaitState, FailFn, KernelWaits
 from miraccl.runtime.multinode.direct import DirectOperation
@@ -67,9 +67,9 @@ class MultiNodeWaitState(DeviceWaitState):
         """
         self._is_done = is_done
         self._runtime, self._layout, self._fail = runtime, layout, end
-        self._world: CommunicatorCore = runtime.world._core
-        self._members = list(
-            dict.fromkeys([self._world, *(cpu._core for cpu in runtime.inter_node[:1])])
+        self._world = core_access(runtime.world)
+        self._cores = list(
+            dict.fromkeys([self._world, *(core_access(cpu) for cpu in runtime.inter_node[:1])])
         )
         super().__init__(
             self._world.session,
@@ -94,7 +94,7 @@ class MultiNodeWaitState(DeviceWaitState):
 
     @property
     def session(self) -> Session | None:
-        return super().session if self._world.faults.fault is None else None
+        return super().session if self._world.fault is None else None
 
     # ---- waits
 
@@ -151,45 +151,43 @@ class MultiNodeWaitState(DeviceWaitState):
         else:
             waits = [
                 wait
-                for member in self._members
-                if (wait := self._collective_wait(member, operation)) is not None
+                for core in self._cores
+                if (wait := self._collective_wait(core, operation)) is not None
             ]
         return current, waits if self._runtime.staging.current_job() == current else []
 
-    def _collective_wait(self, member: CommunicatorCore, operation: Any) -> Wait | None:
+    def _collective_wait(self, core: CoreAccess, operation: Any) -> Wait | None:
         """Return the wait of the operation on a CPU communicator's progress page.
 
         It is ``operation``, or one that Python runs.
         """
-        board = member.fabric.board()
+        board = core.progress_page()
         if board["state"] != layout.STATE_WAITING:
             return None
         if board["p2p_sig"]:
-            inside = member.wait_state.wait_inside() if self._runtime.messages is None else None
+            inside = core.wait_inside() if self._runtime.messages is None else None
             end = functools.partial(self._fail, describe_operation(board))
             awaited = (self._stream_name(board["peer"], STAGING),)
             return inside and dataclasses.replace(
                 inside, awaited=awaited, fail=end, collective=SEND_RECV
             )
         ranks = {board["peer"]}
-        if isinstance(operation, DirectOperation) and operation.member is member:
+        if isinstance(operation, DirectOperation) and operation.core == core:
             ranks = {
                 int(row[offsets.PEER // 8])
                 for row in operation.rows
                 if remaining_bytes(row, offsets.OUT) or remaining_bytes(row, offsets.IN)
             }
         if describe_signature(board["sig"])["collective"] in _NEEDS_ALL:
-            ranks = set(range(member.nranks)) - {member.rank}
-        if board != member.fabric.board() or not ranks <= set(range(member.nranks)):
+            ranks = set(range(core.nranks)) - {core.rank}
+        if board != core.progress_page() or not ranks <= set(range(core.nranks)):
             return None
         found = self._wait_fields(
-            [member.faults.global_ranks[rank] for rank in sorted(ranks)],
+            [core.global_ranks[rank] for rank in sorted(ranks)],
             describe_operation(board),
             board["sig"],
         )
-        return WaitForOperation(
-            key=member.session.key, number=board["seq"], rank=member.rank, **found
-        )
+        return WaitForOperation(key=core.session.key, number=board["seq"], rank=core.rank, **found)
 
     def _message_waits(self, operation: MessageOperation) -> list[Wait]:
         """Return the waits of a round: per peer a missing message, else missing credit."""
@@ -230,7 +228,7 @@ class MultiNodeWaitState(DeviceWaitState):
         return f"{self._world.session.key} messages"
 
     def _progress(self) -> dict[str, RankProgress]:
-        progress = {member.session.key: _progress_of(member) for member in self._members}
+        progress = {core.session.key: _progress_of(core) for core in self._cores}
         if self._runtime.messages is not None:
             current = self._runtime.staging.current_job()
             operation = current[0].prepared(current[1]) if current is not None else None
@@ -247,7 +245,7 @@ class MultiNodeWaitState(DeviceWaitState):
         return progress
 
 
-def _progress_of(member: CommunicatorCore) -> RankProgress:
+def _progress_of(core: CoreAccess) -> RankProgress:
     """Return a core's progress as this stream's; its background work is what this stream does."""
-    called = {str(number): entry for number, entry in member.fabric.history(member.rank).items()}
-    return dataclasses.replace(member.wait_state.progress(), background=False, op_log=called)
+    op_log = {str(number): entry for number, entry in core.op_log().items()}
+    return dataclasses.replace(core.progress(), background=False, op_log=op_log)

@@ -1,84 +1,21 @@
-"""Access of this package to the inside of a communicator.
-
-The rest of the package uses public calls only.  This module holds the exceptions: per-operation
-deadlines, wait states for the deadlock detector, GPU faults, and the sends and receives that carry
-tagged messages.  A change of ``runtime.core`` affects PyTorch through this file alone.
-"""
+"""Sends and receives that carry tagged messages, for ``torch.matching``."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from miraccl import params
-from miraccl.api.communicator import Communicator
 from miraccl.errors import CollectiveTimeout, MiracclError
 from miraccl.executor.cpu.kernels import layout
 from miraccl.ops.arguments import Array, view
+from miraccl.runtime.core_access import CoreAccess
 from miraccl.runtime.exchange import Transfer, TransferEntry, TransferTable
-from miraccl.runtime.wait_state import CoreWaitState
 from miraccl.types import Collective
 
 #: Codes that are reported once only: the message is lost, and with it the communicator.
 _FATAL = frozenset((layout.ERR_INTERRUPTED, layout.ERR_MISMATCH, layout.ERR_SIZE, layout.ERR_CMA))
-
-
-def timeout_of(comm: Communicator) -> float:
-    """Return the deadline of operations on CPU memory, in seconds."""
-    return comm._core.fabric.timeout
-
-
-def set_timeout(comm: Communicator, seconds: float) -> None:
-    """Set the deadline of every later operation on CPU memory.
-
-    Args:
-        comm: The communicator to change.
-        seconds: The deadline; values above ``params.FOREVER`` are clamped to it.
-    """
-    seconds = min(seconds, params.FOREVER)
-    comm._core.fabric.timeout = seconds
-    comm._core.context.set(layout.CTX_TIMEOUT_NS, int(seconds * 1e9))
-
-
-def set_background(comm: Communicator, on: bool) -> None:
-    """Declare that background threads enter the communicator (``on``) or that none does.
-
-    While set, a thread blocked in the communicator does not hold up the application, so the
-    deadlock detector does not treat its wait as the application's.
-    """
-    comm._core.context.set(layout.CTX_BACKGROUND, int(on))
-
-
-def wait_state_of(comm: Communicator) -> CoreWaitState:
-    """Return the wait-state provider that the deadlock detector reads."""
-    return comm._core.wait_state
-
-
-def wait_for_graph(comm: Communicator) -> tuple[str, ...]:
-    """Return the wait-for graph: one line per rank with its operation and its source line."""
-    faults = comm._core.faults
-    return faults.wait_for_graph(faults.query_statuses())
-
-
-def is_on_one_host(comm: Communicator) -> bool:
-    """Return True if all ranks share one host."""
-    return len(set(comm._core.fabric.hosts)) <= 1
-
-
-def check_gpu(comm: Communicator, name: str) -> None:
-    """Raise the fault that GPU kernels have reported so far, without waiting for them."""
-    if comm._device is not None:
-        comm._device.check(name)
-
-
-def refresh_gpu_faults(comm: Communicator) -> None:
-    """Read faults left by finished kernels, so that the next ``check_gpu`` reports them."""
-    side: Any = comm._device
-    if side is not None:
-        getattr(side, "local", side).compare_ops()
 
 
 class TaggedExchange(TransferTable):
@@ -88,11 +25,12 @@ class TaggedExchange(TransferTable):
     (``executor.cpu.kernels.tagged``); headers from each rank are received into fixed memory.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm, self._member, self._faults = comm, comm._core, comm._core.faults
-        context = comm._core.context
+    def __init__(self, access: CoreAccess) -> None:
+        core = access.core
+        self._access, self._core, self._nranks = access, core, core.nranks
+        context = core.context
         super().__init__(
-            comm.rank, context.connections, context.fast_call("exchange", Collective.SEND_RECV)
+            core.rank, context.connections, context.fast_call("exchange", Collective.SEND_RECV)
         )
         self._send_tagged, self._recv_tagged = (
             context.fast_call("send_tagged", Collective.SEND_RECV),
@@ -105,7 +43,7 @@ class TaggedExchange(TransferTable):
     @functools.cached_property
     def _incoming(self) -> tuple[int, list[TransferEntry]]:
         """Address of the table of header receives, and its entries, one per other rank."""
-        peers = [peer for peer in range(self._comm.nranks) if peer != self._rank]
+        peers = [peer for peer in range(self._nranks) if peer != self._rank]
         memory = np.zeros((len(peers), layout.HEADER_BYTES), np.uint8)
         return self.table(
             [self._transfer(part, peer, True) for part, peer in zip(memory, peers, strict=True)]
@@ -129,8 +67,8 @@ class TaggedExchange(TransferTable):
         )
 
     def _check(self) -> None:
-        if self._faults.fault is not None:
-            raise self._faults.fault
+        if self._core.faults.fault is not None:
+            raise self._core.faults.fault
 
     def header_to(self, array: Array, peer: int) -> TransferEntry:
         """Create a reusable send of a header to rank ``peer``."""
@@ -138,7 +76,7 @@ class TaggedExchange(TransferTable):
 
     def received(self, peer: int) -> int:
         """Return the number of messages received from rank ``peer``."""
-        return self._member.context.messages_received(peer)
+        return self._core.context.messages_received(peer)
 
     def required_consumption(self, entry: TransferEntry) -> int:
         """Return how many messages the peer must have consumed before this send can continue.
@@ -147,7 +85,7 @@ class TaggedExchange(TransferTable):
         """
         if entry.words[layout.OP_DONE // 8] >= entry.words[layout.OP_SEGMENTS // 8]:
             return int(entry.words[layout.OP_MARK // 8])
-        return self._member.context.messages_sent()[entry.transfer.peer] - (layout.NSLOTS - 1)
+        return self._core.context.messages_sent()[entry.transfer.peer] - (layout.NSLOTS - 1)
 
     def send_tagged(self, peer: int, tag: int, address: int, nbytes: int) -> int:
         """Send a tagged message at once if no other send is queued and the FIFO has room.
@@ -160,7 +98,7 @@ class TaggedExchange(TransferTable):
         Raises:
             MiracclError: The communicator is broken.
         """
-        if self._faults.fault is not None:
+        if self._core.faults.fault is not None:
             return layout.NOT_HANDLED  # the next progress call fails every message
         if self._open and any(
             [  # noqa: C419
@@ -170,7 +108,7 @@ class TaggedExchange(TransferTable):
             return layout.NOT_HANDLED
         code = self._send_tagged(peer, tag, address, nbytes, self._row_address)
         if code in _FATAL:
-            self._member.check_result(code, "send")
+            self._core.check_result(code, "send")
         return code
 
     def recv_tagged(
@@ -187,7 +125,7 @@ class TaggedExchange(TransferTable):
             any other negative code if nothing was received.
         """
         table, entries = self._incoming
-        if self._faults.fault is not None or source == self._rank or not entries:
+        if self._core.faults.fault is not None or source == self._rank or not entries:
             return -layout.NOT_HANDLED
         if source is None:
             found = self._recv_tagged(
@@ -199,7 +137,7 @@ class TaggedExchange(TransferTable):
             row = table + self._table_index(source) * layout.OP_SIZE
             found = self._recv_tagged(row, 1, 0, tag, address, nbytes, self._row_address, limit_ns)
         if -found in _FATAL:
-            self._member.check_result(-found, "recv")
+            self._core.check_result(-found, "recv")
         return found
 
     def remainder(self, array: Array) -> TransferEntry:
@@ -237,14 +175,14 @@ class TaggedExchange(TransferTable):
         Raises:
             MiracclError: The communicator is broken.
         """
-        member = self._member
+        core = self._core
         self._check()
-        member.context.set(layout.CTX_TIMEOUT_NS, max(1, int(limit_s * 1e9)))
+        core.context.set(layout.CTX_TIMEOUT_NS, max(1, int(limit_s * 1e9)))
         code = self.advance([e for e in must if not e.done], any_of=any_of)
         if code == layout.ERR_TIMEOUT:
             return False
         if code != layout.OK:
-            member.check_result(code, "send/recv")
+            core.check_result(code, "send/recv")
         return True
 
     def break_at_deadline(self, text: str, peer: int | None) -> MiracclError:
@@ -252,7 +190,6 @@ class TaggedExchange(TransferTable):
 
         The error carries the wait-for graph.
         """
-        member = self._member
-        graph = wait_for_graph(self._comm)
-        error = CollectiveTimeout(text, graph=graph, rank=member.rank, peer=peer, op="send/recv")
-        return member.faults.propagate(error)
+        graph = self._access.wait_for_graph()
+        error = CollectiveTimeout(text, graph=graph, rank=self._rank, peer=peer, op="send/recv")
+        return self._access.break_with(error)
