@@ -5,7 +5,7 @@
 
 Runs every candidate at every size, next to NCCL, and prints the best ones. ``--sms
 16,24,32,64,128`` measures instead the loss of plans limited to so many multiprocessors, the
-measurement behind ``runtime/gpu/ctas.py``.
+measurement behind ``planning/cta_limits.py``.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def sweep_limits(
     for name, (theirs, ours) in pairs.items():
         cells = [f"nccl {timer.slowest(timer.plain(theirs, iterations_for(size) // 2, 5)):.1f}"]
         for number in numbers:
-            comm.ctas = CtaLimits(max_sms=min(number, agreed.most), fixed=number < agreed.most)
+            comm.ctas = CtaLimits(max_sms=min(number, agreed.max_sms), fixed=number < agreed.max_sms)
             comm._forget()
             us = timer.slowest(timer.plain(ours, iterations_for(size) // 2, 5))
             plan = comm.last_plan
