@@ -87,7 +87,6 @@ class DeviceFaults:
             words,
             session.rank,
             self._global_ranks,
-            timeout_s,
             read_snapshot=read_snapshot,
             describe_launch=describe_launch,
             rejected_size=rejected_size,
@@ -215,7 +214,7 @@ class DeviceFaults:
             if self._is_superseded(error):
                 self._found_by_kernel = True
                 return
-            fault = self._errors.build(error, answers, self._exit_reasons)
+            fault = self._errors.build(error, answers, self._exit_reasons, self._timeout)
             # Notify first: the application may exit as soon as it sees the error.
             self.propagate(fault)
             self._found_by_kernel, self._fault = True, fault

@@ -60,18 +60,19 @@ class KernelErrors:
         words: Any,
         rank: int,
         global_ranks: Sequence[int],
-        timeout_s: float,
         *,
         read_snapshot: Callable[[], RecorderSnapshot | None],
         describe_launch: Callable[[int, int], str],
         rejected_size: Callable[[int], int | None],
     ) -> None:
         self._words, self._session_rank, self._global_ranks = words, rank, global_ranks
-        self._rank, self._timeout = global_ranks[rank], timeout_s
+        self._rank = global_ranks[rank]
         self._read_snapshot, self._describe_launch = read_snapshot, describe_launch
         self._rejected_size = rejected_size
 
-    def build(self, error: int, answers: Answers, exit_reasons: Mapping[int, str]) -> MiracclError:
+    def build(
+        self, error: int, answers: Answers, exit_reasons: Mapping[int, str], timeout_s: float
+    ) -> MiracclError:
         """Return the error for the report in the words; ``exit_reasons``: by session rank."""
         report = KernelReport.read(self._words)
         op = self._describe_op(report)
@@ -99,7 +100,7 @@ class KernelErrors:
         if error == layout.ERROR_EXITED:
             reason = exit_reasons.get(report.peer, "finalized")
             return departure_error(peer, reason, rank=self._rank, op=op)
-        return self._timeout_error(report, op, snapshot, answers)
+        return self._timeout_error(report, op, snapshot, answers, timeout_s)
 
     def _describe_op(self, report: KernelReport) -> str | None:
         if not report.launch and not report.signature:
@@ -134,11 +135,12 @@ class KernelErrors:
         op: str | None,
         snapshot: RecorderSnapshot | None,
         answers: Answers,
+        timeout_s: float,
     ) -> MiracclError:
         rank, peer = self._rank, self._global_ranks[report.peer]
         # The awaited peer of copies inside a graph is unknown: the report then names this rank.
         source = "between ranks" if report.peer == self._session_rank else f"from rank {peer}"
-        text = f"rank {rank} waited longer than {self._timeout:.3g} s for {report.awaited} {source}"
+        text = f"rank {rank} waited longer than {timeout_s:.3g} s for {report.awaited} {source}"
         return CollectiveTimeout(
             text,
             graph=self._wait_graph(report, op, source, snapshot, answers),
