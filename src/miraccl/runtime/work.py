@@ -32,11 +32,11 @@ class Work:
 
     Args:
         name: Name of the operation.
-        wait_state: Returns the wait of the thread that runs it, for deadlock detection.
+        find_wait: Returns the wait of the thread that runs it, for deadlock detection.
     """
 
-    def __init__(self, name: str, wait_state: Callable[[], Wait | None] | None = None) -> None:
-        self.name, self._wait_state = name, wait_state
+    def __init__(self, name: str, find_wait: Callable[[], Wait | None] | None = None) -> None:
+        self.name, self._find_wait = name, find_wait
         self._done = clock.event()
         self._result: Any = None
         self._error: BaseException | None = None
@@ -55,8 +55,8 @@ class Work:
             CollectiveTimeout: Not finished within ``timeout``; the operation continues.
             MiracclError: The operation failed.
         """
-        if timeout is None and self._wait_state is not None and not self._done.is_set():
-            with BlockedScope(self._wait_state):
+        if timeout is None and self._find_wait is not None and not self._done.is_set():
+            with BlockedScope(self._find_wait):
                 self._done.wait()
         if not self._done.wait(check_timeout(timeout)):
             raise CollectiveTimeout(
@@ -102,16 +102,16 @@ class BackgroundWorker:
         name: Name of the thread.
         on_pending_change: Called before the first pending operation and after the last one:
             in between every call of the communicator queues up.
-        wait_state: Returns the wait of the thread, for deadlock detection.
+        find_wait: Returns the wait of the thread, for deadlock detection.
     """
 
     def __init__(
         self,
         name: str,
         on_pending_change: Callable[[], None],
-        wait_state: Callable[[], Wait | None],
+        find_wait: Callable[[], Wait | None],
     ) -> None:
-        self._name, self._on_pending_change, self._wait_state = name, on_pending_change, wait_state
+        self._name, self._on_pending_change, self._find_wait = name, on_pending_change, find_wait
         self._queue: clock.Queue[tuple[Work, Callable[[], Any]] | None] = clock.simple_queue()
         self._lock = threading.RLock()  # reentrant: a signal handler may finalize here
         self._pending = 0
@@ -123,7 +123,7 @@ class BackgroundWorker:
         return self._pending
 
     def submit(self, name: str, action: Callable[[], Any]) -> Work:
-        work = Work(name, self._wait_state)
+        work = Work(name, self._find_wait)
         with self._lock:
             if self._closed:
                 raise InvalidUsage(

@@ -40,13 +40,12 @@ class DeviceWork(Work):
         result: Any,
         keep: Any,
         current: Current | None = None,
-        where: Callable[[], Wait | None] | None = None,
+        find_wait: Callable[[], Wait | None] | None = None,
     ) -> None:
-        """``current()``: current stream of the arrays' library. ``where()``: wait state of a host
-        that
+        """``current()``: current stream of the arrays' library. ``find_wait()``: wait of a host that
         waits for this operation, which ends after all earlier ones.
         """
-        super().__init__(name, where)
+        super().__init__(name, find_wait)
         self._polls = 0  # polls that found the operation running
         self._gpu, self._result, self._keep, self._current = gpu, result, keep, current
         self._captured = gpu.gpu.is_capturing(stream)
@@ -73,8 +72,8 @@ class DeviceWork(Work):
         Kernels end by themselves at the communicator's deadline.
         """
         timeout = check_timeout(timeout)
-        known = timeout is None and self._wait_state is not None and not self.done()
-        with BlockedScope(self._wait_state) if known else contextlib.nullcontext():
+        known = timeout is None and self._find_wait is not None and not self.done()
+        with BlockedScope(self._confirmed_wait) if known else contextlib.nullcontext():
             self._poll(timeout)
         self._gpu.check(self.name)
         self._keep = None
@@ -90,7 +89,7 @@ class DeviceWork(Work):
             self._polls += 1
             clock.sleep(POLL_S)
 
-    def _wait_state(self) -> Wait | None:
+    def _confirmed_wait(self) -> Wait | None:
         """Return the wait state of the thread in ``synchronize``; None if it may have ended.
 
         The caller already knows the GPU's waits, which must belong to this operation and not a
@@ -101,7 +100,7 @@ class DeviceWork(Work):
             if clock.monotonic() > end:
                 return None
             clock.sleep(POLL_S)
-        return self._wait_state() if self._wait_state is not None else None
+        return self._find_wait() if self._find_wait is not None else None
 
     def done(self) -> bool:
         """Return True if the GPU has ended the operation, successfully or not."""
