@@ -31,7 +31,7 @@ def _all_reduce() -> Iterator[Case]:
                     "proto": proto,
                 }
                 yield case | {"offset": offset, "out_offset": out_offset}
-        # many pieces, so that slots are used again
+        # several tiles, so that slots are reused
         plan = {"algo": algo, "proto": "ll128", "blocks": 64, "threads": 256, "unroll": 1}
         yield {
             "collective": "all_reduce",
@@ -111,7 +111,7 @@ def _all_reduce() -> Iterator[Case]:
         "graph": 5,
         "in_place": True,
     }
-    for dtype in ("bfloat16", "int32"):  # two parts where there are eight ranks
+    for dtype in ("bfloat16", "int32"):  # double-buffered with eight ranks
         yield {
             "collective": "all_reduce",
             "dtype": dtype,
@@ -162,7 +162,7 @@ def _all_reduce() -> Iterator[Case]:
         (64, 1, "ll128"),
         (256, 2, "ll128"),
         (128, 1, "ll"),
-    ):  # few and small slots; many pieces
+    ):  # few and small slots, several tiles
         plan = {
             "algo": "double_binary_tree",
             "proto": proto,

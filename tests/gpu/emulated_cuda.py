@@ -92,7 +92,7 @@ class EmulatedCuda(FakeCuda):
             return (Result.CUDA_ERROR_INVALID_HANDLE,)
         if not self._touches(stream, *(ctypes.c_uint64 * (size // 8)).from_address(address)):
             return (Result.CUDA_ERROR_ILLEGAL_ADDRESS,)
-        # arguments are copied by the call, as the driver does, to a place that is aligned for every type
+        # like the driver, the call copies the arguments, to memory aligned for every type
         room = (ctypes.c_char * (size + 16))()
         start = -ctypes.addressof(room) % 16
         ctypes.memmove(ctypes.addressof(room) + start, address, size)

@@ -842,7 +842,7 @@ def on_another_gpu() -> None:
         with pytest.raises(InvalidUsage, match=f"all_gather: x is on GPU {there}"):
             grouped()
         with pytest.raises(
-            InvalidUsage, match=f"'cuda:{there}', but this communicator works on GPU {here}"
+            InvalidUsage, match=f"'cuda:{there}', but this communicator uses GPU {here}"
         ):
             comm.empty(4, device=f"cuda:{there}")
         assert me.cuda.launches == before
@@ -960,7 +960,7 @@ def explanations() -> None:
             assert (last.algo, last.blocks > 0) == (algo, True)
         for device, words in (
             ("gpu", "explain: device is 'gpu'; allowed are cpu, cuda"),
-            ("cuda:1", "works on GPU 0"),
+            ("cuda:1", "uses GPU 0"),
         ):
             with pytest.raises(InvalidUsage, match=words):
                 comm.explain("reduce", 4, device=device)
@@ -1358,7 +1358,7 @@ def _with_another_gpu_current(me: Rank) -> None:
 
 
 def forks() -> list[str]:
-    """A forked child, which has neither GPU nor pinned memory, gets an error; the parent continues."""
+    """A forked child without GPU and pinned memory gets an error; the parent continues."""
     with rank() as me:
         comm, x, out = me.comm, me.put(np.ones(4)), me.zeros(4)
         prepared, window = comm.all_reduce_init(x, out), comm.empty(4, device="cuda")

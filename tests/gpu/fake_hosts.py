@@ -206,7 +206,7 @@ def _even(
 
 
 def in_rank_order(hosts: str, apart: bool) -> None:
-    """``deterministic``: float sums are bitwise equal for every distribution of ranks over hosts."""
+    """``deterministic``: float sums do not depend on the distribution of ranks over hosts."""
     os.environ["MIRACCL_DETERMINISTIC"] = "1"
     with session() as world:
         w = World(world, hosts, apart=apart)
@@ -251,7 +251,7 @@ def in_rank_order(hosts: str, apart: bool) -> None:
 
 
 def with_kernels(hosts: str, apart: bool) -> None:
-    """Intra-host parts run by emulated kernels: hierarchical collectives, messages, uneven blocks."""
+    """Emulated kernels inside hosts: hierarchical collectives, messages, uneven blocks."""
     with session() as world:
         w = World(world, hosts, kernels=True, apart=apart)
         used: dict[str, str] = {}
@@ -392,7 +392,7 @@ def uneven_collectives(hosts: str, apart: bool) -> None:
 
 
 def anywhere_in_windows(hosts: str) -> None:
-    """Ranks pass different window positions and plain memory, where one host allows that as well."""
+    """Ranks pass different window positions and plain memory, as allowed on one host."""
     with session() as world:
         w = World(world, hosts, kernels=True, apart=True)
         count, total = 1001, w.nranks * (w.nranks + 1) / 2
@@ -736,7 +736,7 @@ def has_ended() -> list[str]:
         calls: tuple[Callable[[], Any], ...] = (lambda: comm.all_reduce(x), comm.synchronize)
 
         def told() -> list[str]:
-            del comm._device.gpu.cuda  # type: ignore[union-attr]  # nobody calls the driver any more
+            del comm._device.gpu.cuda  # type: ignore[union-attr]  # no more driver calls
             lines = []
             for call in (*calls, works.clear):
                 try:
@@ -1003,7 +1003,7 @@ def stalled_transfer() -> None:
 
 
 def _through_python(streams: Any, peer: int, first: int, pause: Callable[[], None]) -> None:
-    """Route data from ``peer`` through a thread that forwards ``first`` bytes before ``pause()``."""
+    """Route data of ``peer`` through a thread that calls ``pause()`` after ``first`` bytes."""
     real = streams._streams.sockets[peer]
     here, there = socket.socketpair()
     real.setblocking(True)

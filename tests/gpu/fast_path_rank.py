@@ -35,7 +35,7 @@ def torch_with_exchange_api() -> Any:
 
 
 class FastPathRank:
-    """Fast calls of one rank (by default the first of two) on tensors in CPU memory, in stream 0."""
+    """Fast calls of one rank, by default the first of two, on CPU tensors, in stream 0."""
 
     def __init__(self, rank: int = 0, nranks: int = 2) -> None:
         self.abort, self.order, self.cpu_plan = (

@@ -112,7 +112,7 @@ class Rank:
                 )
 
     def all_pairs(self) -> None:
-        """All pairs at once, sends first, in one launch; repeated, so that row FIFOs wrap around."""
+        """All pairs at once in one launch, sends first; repeated, so row FIFOs wrap around."""
         n = self.nranks
         for size in (1, 10_000, 2_000_003):
             for seed in range(3):
@@ -131,7 +131,7 @@ class Rank:
                     )
 
     def many(self) -> None:
-        """More messages than the arguments hold, twice without waiting; and the same from a graph."""
+        """More messages than the arguments hold, twice without waiting, and from a graph."""
         torch, count = self.torch, 400
         xs = [self.bytes_of(self.rank, 1 + i % 700, i) for i in range(count)]
         outs = [self.zeros(1 + i % 700) for i in range(count)]
@@ -424,7 +424,8 @@ class Rank:
             assert plan is not None
             shape = f"{plan.proto} {plan.blocks} x {getattr(plan, 'threads', 0)}"
             lines.append(
-                f"sendrecv {size:>11} bytes: {us:9.2f} us {size / us / 1e3:7.1f} GB/s, host {host:.2f} us, {shape}"
+                f"sendrecv {size:>11} bytes: {us:9.2f} us {size / us / 1e3:7.1f} GB/s, "
+                f"host {host:.2f} us, {shape}"
             )
         return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Ranks of the tests of schedules with steps on peers' memory, on an emulated driver, in windows."""
+"""Ranks of the tests of schedules with steps on peers' memory, on an emulated driver."""
 
 from __future__ import annotations
 

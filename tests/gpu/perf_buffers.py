@@ -21,7 +21,7 @@ NBYTES = 64 << 20
 
 
 def patterns(buffers: GpuBuffers, arena: Arena) -> None:
-    """GPU and CPU agree on patterns, and the GPU finds exactly the elements that the CPU changed."""
+    """GPU and CPU agree on patterns, and the GPU finds exactly the changed elements."""
     for dtype, itemsize in ITEMSIZES.items():
         arena.reset()
         case = build_case("all_gather", 6 << 20, nranks=3, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Launcher of the ranks of a GPU test: one process per rank; ranks share GPUs if there are too few."""
+"""Launcher of the ranks of a GPU test: one process per rank; ranks may share GPUs."""
 
 from __future__ import annotations
 

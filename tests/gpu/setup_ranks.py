@@ -94,7 +94,7 @@ def _at_phases(prefixes: tuple[str, ...], act: Callable[[Deadline], Deadline | N
 
 
 class Clock:
-    """Deadline that passes while rank 0 waits for rank 1, which stops until rank 0 has the error."""
+    """Deadline that passes while rank 0 waits for rank 1, which waits for rank 0's error."""
 
     def __init__(self, me: Rank) -> None:
         link.GRACE_SECONDS = LIMIT_S  # for the hub, which tells who is late
@@ -181,7 +181,7 @@ def absent(apart: bool, stage: str) -> dict[str, Any]:
 
 
 def fails_alone(apart: bool, call: str) -> list[dict[str, Any]]:
-    """A driver call fails on rank 1; CPU operations continue, and GPU ones once the call succeeds."""
+    """A driver call fails on rank 1; CPU operations continue, GPU ones after a success."""
     with rank(apart, 600.0) as me:
         if me.rank == 1:
             me.cuda.refuse.add(call)
@@ -280,7 +280,7 @@ def aborted(stage: str) -> dict[str, Any]:
 
 
 def aborts_late(stage: str) -> dict[str, Any]:
-    """As ``aborted``, but rank 1 receives the abort and leaves before rank 0's thread notices it."""
+    """Like ``aborted``, but rank 1 leaves before rank 0's own thread notices the abort."""
     with rank(True, 600.0) as me:
         left, faults, vars_of = threading.Event(), me.comm._core.faults, cast(Any, SetupPhases)
         settle, end = faults.set_fault, SetupPhases.cancel

@@ -39,7 +39,8 @@ def main() -> None:
     for case, rank, text in wrong[:SHOWN]:
         print(f"{name_of(case)} rank {rank}: {text[-900:]}")
     print(
-        f"{len(cases)} cases, {options.ranks} ranks, {len(wrong)} wrong, {time.monotonic() - begin:.1f} s"
+        f"{len(cases)} cases, {options.ranks} ranks, {len(wrong)} wrong, "
+        f"{time.monotonic() - begin:.1f} s"
     )
 
 

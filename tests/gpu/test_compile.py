@@ -1,4 +1,4 @@
-"""Compilation of every kind of kernel for every architecture that NVRTC supports; no GPU is needed."""
+"""Compilation of all kinds of kernels for all architectures of NVRTC; no GPU is needed."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_copy_engines_reject_reductions(algo: str, collective: Collective) -> No
 def test_fast_calls_are_disabled_where_copy_engines_may_run(
     nranks: int, none: bool, windows: bool
 ) -> None:
-    """Fast calls know sizes but not window positions, so they are disabled where positions decide."""
+    """Fast calls do not know window positions: they are disabled where positions decide."""
     gpu, kernels, comm_args = Mock(), Mock(), Mock()
     engines = CopyEngines(
         gpu, kernels, comm_args, Mock(nranks=nranks), CtaLimits(max_sms=128, copy_engines_only=none)

@@ -306,7 +306,8 @@ def test_tensors_with_freed_storage_are_rejected() -> None:
     for part in parts:
         with pytest.raises(
             InvalidUsage,
-            match=f"a test: x has {part.numel()} elements, but no memory .its storage may have been freed",
+            match=f"a test: x has {part.numel()} elements, but no memory "
+            ".its storage may have been freed",
         ):
             view(part, gpu=gpu)
     assert view(whole[:0], gpu=gpu).count == 0
@@ -364,7 +365,8 @@ def test_malformed_interfaces_are_rejected(said: dict[str, Any], words: str) -> 
 def test_impossible_element_counts_are_rejected(said: dict[str, Any], count: int) -> None:
     with pytest.raises(
         InvalidUsage,
-        match=f"a test: x claims {count} elements of .*; a process can address at most {1 << 57} bytes",
+        match=f"a test: x claims {count} elements of .*; "
+        f"a process can address at most {1 << 57} bytes",
     ):
         view(Described(**said))
     with pytest.raises(InvalidUsage, match=f"a test: x claims {1 << 60} elements of float32"):
@@ -399,7 +401,7 @@ class Endless(Packed):
 def test_strides_of_empty_arrays_are_ignored(
     shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> None:
-    """As with DLPack, and with NumPy on CPUs."""
+    """Like DLPack, and NumPy on CPUs."""
     assert view(Described(shape=shape, strides=strides)) == DeviceMemory(4096, 0, DType.FLOAT32)
 
 
@@ -542,7 +544,7 @@ def test_new_cupy_results_are_on_the_gpu_of_the_inputs(
 def test_the_driver_provides_the_current_gpu_without_a_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As with Numba; memory visible to all GPUs has no owner."""
+    """Numba is such a library; memory visible to all GPUs has no owner."""
     for name in ("torch", "cupy"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for name in ("bindings", "pointer_attribute"):

@@ -217,7 +217,7 @@ def test_every_schedule(name: str, collective: Collective, nranks: int) -> None:
         (1, 1),
         (2003, 3),
         (90_001, 1),
-    ):  # the last in several pieces, where there are FIFOs or scratch memory
+    ):  # the last in several tiles, with FIFOs or scratch memory
         request = make_request(
             collective, DType.INT32, count, nranks, name, "simple", root=nranks - 1
         )
@@ -248,10 +248,10 @@ def test_slots_are_reused(
     args = lower.lower_packets(plan, request, machine(nranks).comm_args(0))
     field = layout.ARGS["nslots"]
     (nslots,) = struct.unpack_from("<" + field.code, args, field.offset)
-    pieces = -(
+    tiles = -(
         -vectors_of(request, algo, frame_of(request, "ll128")) // (plan.threads * plan.unroll)
     )
-    assert nslots < pieces
+    assert nslots < tiles
     assert run(machine(nranks), request, plan, repeat=2, close=True) == [""] * nranks
 
 
@@ -361,7 +361,7 @@ IN_ORDER = [
 def test_ring_orders_other_than_rank_order(
     monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, proto: str, dtype: DType
 ) -> None:
-    """Rings and chains in another order than that of the ranks, from every root, with reused slots."""
+    """Rings and chains in other orders, from every root, with reused slots."""
     monkeypatch.setattr(layout, "HALF_BYTES", 64 << 10)
     four = Machine(4)
     inputs = [
@@ -507,7 +507,10 @@ def test_words_that_are_masked_to_ones_double_buffered(nranks: int) -> None:
 
 
 def _late(condition: str, seconds: float) -> str:
-    return f"if ({condition}) {{ u64 until = now_ns() + {int(seconds * 1e9)}ull; while (now_ns() < until) poll_pause(); }}\n"
+    return (
+        f"if ({condition}) {{ u64 until = now_ns() + {int(seconds * 1e9)}ull; "
+        "while (now_ns() < until) poll_pause(); }\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -516,7 +519,7 @@ def _late(condition: str, seconds: float) -> str:
         ("a.rank == 0 && blockIdx.x == 1", "k == 3 && a.rank == 0 && blockIdx.x == 0"),
         ("a.rank == 1 && blockIdx.x == 0", "k == 1 && a.rank == 0"),
     ],
-    ids=["a block that is parts behind", "a block that is ahead of the boards"],
+    ids=["a block that is tiles behind", "a block that is ahead of the op records"],
 )
 def test_double_buffered_blocks_may_be_tiles_apart(
     monkeypatch: pytest.MonkeyPatch, begins: str, sends: str

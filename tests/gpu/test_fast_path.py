@@ -232,7 +232,7 @@ def test_every_call_resets_the_cpu_plan(side: FastPathRank) -> None:
 
 
 def test_unhandled_calls_go_to_the_fallback(side: FastPathRank) -> None:
-    """As on the CPU: the same arguments, and the fallback's result."""
+    """The fallback gets the same arguments, as on the CPU, and provides the result."""
     other = FastPathRank()
     first = {name: side.fast_path.fast_call(name, other.calls[name]) for name in CALLS}
     side.add_collective(Collective.ALL_REDUCE, F32, 12)

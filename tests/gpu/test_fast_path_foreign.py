@@ -351,7 +351,7 @@ def test_protocols_that_call_operations(side: FastPathRank, make: Any) -> None:
 
 @both
 def test_the_stream_is_checked_before_the_array(side: FastPathRank, make: Any) -> None:
-    """The previous operation's stream may be gone: nothing may wait in it if it is not this call's."""
+    """The previous stream may be gone: nothing may wait in it if it is not this call's."""
     x = make(zeros())
 
     def never() -> None:
@@ -542,7 +542,8 @@ def test_references_of_interfaces_are_released(side: FastPathRank) -> None:
         pass
 
     good, other = Constant(), Constant()
-    good.__cuda_array_interface__, other.__cuda_array_interface__ = interface, wrong  # type: ignore[attr-defined]
+    good.__cuda_array_interface__ = interface  # type: ignore[attr-defined]
+    other.__cuda_array_interface__ = wrong  # type: ignore[attr-defined]
     side.fast_path.add_foreign_types(
         {
             Described: ArrayProtocol(dlpack=False),
@@ -943,7 +944,7 @@ def test_types_and_devices_of_capsules(side: FastPathRank) -> None:
     assert side.all_reduce(x) == 0
 
 
-# ---- arrays of JAX: a function that the method wraps gives the capsule, of an array in several parts that of the first one
+# ---- JAX arrays: the method wraps a function, which exports the first part of a sharded array
 
 
 class SingleDeviceSharding:

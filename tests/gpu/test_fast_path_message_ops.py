@@ -1,4 +1,4 @@
-"""Fast calls of message collectives: gather, scatter, and those with counts; tensors in CPU memory."""
+"""Fast calls of message collectives: gather, scatter, and those with counts; CPU tensors."""
 
 from __future__ import annotations
 

@@ -87,11 +87,11 @@ def test_every_size_has_a_plan_that_fits() -> None:
             schedules.lower_steps(schedule, plan, asked, comm_args(asked.nranks))
             continue
         block = lower.lower_packets(plan, asked, comm_args(asked.nranks))
-        piece = plan.tile
+        tile = plan.tile
         slots = field(block, "nslots") * slot_packets(
-            asked, plan.algo, piece, frame_of(asked, plan.proto)
+            asked, plan.algo, tile, frame_of(asked, plan.proto)
         )
-        assert (slots + control_packets(asked, plan.algo, piece)) * 16 <= layout.HALF_BYTES
+        assert (slots + control_packets(asked, plan.algo, tile)) * 16 <= layout.HALF_BYTES
         assert plan.blocks <= plan.min_blocks * asked.multiprocessors, (
             "blocks that wait for one another are on the GPU together"
         )
@@ -110,16 +110,16 @@ def test_slots_are_reused_only_where_it_is_safe(count: int, nranks: int, algo: s
     vectors = -(-count * 2 // 16)
     if rounds_of(asked, plan.algo) == 2:
         vectors = -(-vectors // nranks)
-    pieces = -(-vectors // plan.tile)
+    tiles = -(-vectors // plan.tile)
     nslots, ahead = field(block, "nslots"), field(block, "lookahead")
     assert nslots >= 1
-    if plan.double_buffered and pieces > 1:  # each has a bank
-        assert (pieces <= MAX_DOUBLE_BUFFERED_TILES, nslots, ahead) == (True, 1, 0)
+    if plan.double_buffered and tiles > 1:  # each tile has a half
+        assert (tiles <= MAX_DOUBLE_BUFFERED_TILES, nslots, ahead) == (True, 1, 0)
         assert (
             slot_packets(asked, algo, plan.tile, frame_of(asked, "ll128"))
             <= layout.HALF_BYTES // 16
         )
-    elif pieces > nslots:
+    elif tiles > nslots:
         assert nslots >= min_slots(algo, nranks)
         assert algo == "ring" or nslots >= (ahead if algo == TREES else 2 * ahead) + 2
 
@@ -158,7 +158,7 @@ def test_steps_are_encoded_as_the_kernel_reads_them(nranks: int) -> None:
             schedules.lower_steps(schedule, choose(asked), asked, comm_args(nranks, rank))
         )
         at = layout.args_bytes(nranks)
-        part, piece, parts, channels, *first, slot, behind, scratch = struct.unpack_from(
+        part, tile, parts, channels, *first, slot, behind, scratch = struct.unpack_from(
             layout.PROGRAM_HEAD, block, at
         )[:SHAPE]
         *apart, here, there = struct.unpack_from(layout.PROGRAM_HEAD, block, at)[SHAPE:]
@@ -166,7 +166,7 @@ def test_steps_are_encoded_as_the_kernel_reads_them(nranks: int) -> None:
         assert (parts, channels, first[:2]) == (nranks, 1, [0, len(steps)])
         assert part * nranks >= 1 << 20
         assert part * 4 % 16 == 0
-        assert piece * 4 <= slot <= layout.slot_bytes(2, layout.BLOCKS)
+        assert tile * 4 <= slot <= layout.slot_bytes(2, layout.BLOCKS)
         assert (behind, scratch, set(apart)) == (2 * layout.BLOCKS * slot, 0, {0})
         assert (here, there) == (bytes(layout.MAX_RANKS),) * 2  # each rank has one that sends to it
         at += struct.calcsize(layout.PROGRAM_HEAD)
@@ -232,7 +232,7 @@ def test_fanout_is_used_for_a_single_tile() -> None:
     assert [fan(n << 10, 8) for n in (1, 64, 128, 1024, 1025)] == [8, 8, 8, 8, 1]
     assert [fan(n << 10, 4) for n in (1, 64, 128, 1024, 1025)] == [4, 4, 4, 4, 1]
     assert fan(1 << 10, 2) == 1
-    assert fan(64 << 10, 8, multiprocessors=8) == 1  # not in one piece
+    assert fan(64 << 10, 8, multiprocessors=8) == 1  # not a single tile
     assert [
         choose(request(Collective.ALL_GATHER, count=n << 9, nranks=8)).proto for n in (64, 65)
     ] == ["ll", "ll128"]
@@ -310,13 +310,13 @@ def test_slots_and_scratch_fit_a_buffer_half(depth: int, scratch: int) -> None:
     asked = request(dtype=DType.FLOAT32, count=1 << 24, nranks=8, algo="ring", proto="simple")
     blocks = schedules.grid_blocks(choose(asked), schedule)
     block = bytes(schedules.lower_steps(schedule, choose(asked), asked, comm_args(8)))
-    _, piece, *_, slot, behind, chunks = struct.unpack_from(
+    _, tile, *_, slot, behind, chunks = struct.unpack_from(
         layout.PROGRAM_HEAD, block, layout.args_bytes(8)
     )[:SHAPE]
     words = 3 * layout.MAX_RANKS * layout.BLOCKS * layout.FIFO_WORD_BYTES
-    assert (chunks, slot) == (scratch, 4 * piece)
-    assert piece > 0
-    assert behind + blocks * scratch * piece * 4 + words <= layout.HALF_BYTES
+    assert (chunks, slot) == (scratch, 4 * tile)
+    assert tile > 0
+    assert behind + blocks * scratch * tile * 4 + words <= layout.HALF_BYTES
 
 
 def test_unsupported_schedules_are_rejected() -> None:
@@ -366,11 +366,11 @@ def test_a_missing_driver_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("lanes", [1, 32, 128])
 @pytest.mark.parametrize("room", [4, 60, 1024, 24320])
 def test_tiles_form_equal_rounds(part: int, lanes: int, room: int) -> None:
-    piece = schedules.tile_elements(part, lanes, room, 4)
-    assert 0 < piece <= room
-    assert piece % 4 == 0
-    rounds = -(-part // (lanes * piece))
+    tile = schedules.tile_elements(part, lanes, room, 4)
+    assert 0 < tile <= room
+    assert tile % 4 == 0
+    rounds = -(-part // (lanes * tile))
     if room >= 32 and room % 32 == 0:
-        assert piece % 32 == 0
+        assert tile % 32 == 0
         assert rounds == -(-part // (lanes * room)), "more rounds than are needed"
-        assert rounds * lanes * (piece - 32) < part, "the last round is shorter than it needs to be"
+        assert rounds * lanes * (tile - 32) < part, "the last round is shorter than it needs to be"

@@ -277,7 +277,7 @@ def test_waits_in_different_collectives_end(other: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("pool", [False, True], ids=["lanes", "bulk"])
+@pytest.mark.parametrize("pool", [False, True], ids=["warp queues", "bulk"])
 def test_nothing_is_sent_after_a_failed_wait(monkeypatch: pytest.MonkeyPatch, pool: bool) -> None:
     if pool:
         shrink_pool(monkeypatch)
@@ -301,7 +301,7 @@ def in_launch(
 
 
 @needs_compiler
-@pytest.mark.parametrize("pool", [False, True], ids=["lanes", "bulk"])
+@pytest.mark.parametrize("pool", [False, True], ids=["warp queues", "bulk"])
 @pytest.mark.parametrize(("src", "needs"), [(1, layout.NEEDS_ALL), (1, 1), (0, layout.NEEDS_ALL)])
 def test_a_plain_wait_for_a_rank_blocked_in_a_launch_ends(
     monkeypatch: pytest.MonkeyPatch, src: int, needs: int, pool: bool
@@ -512,7 +512,7 @@ def test_large_messages_share_the_pool_of_their_receiver() -> None:
 def test_large_messages_may_be_distributed_over_launches_differently() -> None:
     where = Machine(2)
     sends = [Send(0, 1, 5200), Send(0, 1, 3000), Send(0, 1, 6000)]
-    # what is sent before the receiver comes fits into its slots only after it has granted them: both launches run at once
+    # data sent early need the receiver's grant, so both launches run concurrently
     assert run(where, pool_rules(2), sends) == [""] * 3
     assert run(where, pool_rules(2, blocks=6), sends[::-1]) == [""] * 3
     assert where.errors() == [0, 0]
@@ -615,7 +615,7 @@ sends = st.builds(
 @needs_compiler
 @given(
     program=st.lists(st.lists(sends, min_size=1, max_size=8), min_size=1, max_size=3),
-    lanes=st.integers(1, 4),
+    nqueues=st.integers(1, 4),
     frame=st.sampled_from(FRAMES),
 )
 @settings(max_examples=20, deadline=None)

@@ -19,7 +19,7 @@ pytestmark = [
 
 
 def run(target: Any, nranks: int, *args: Any) -> list[Any]:
-    """Run ranks with two multiprocessors: few warp queues, so messages wrap around their row FIFOs."""
+    """Run ranks with two multiprocessors: few warp queues, so row FIFOs wrap around."""
     return run_ranks(
         target,
         nranks,
@@ -114,7 +114,8 @@ def test_a_forked_child_has_no_gpu() -> None:
     for rank, told in enumerate(run(emulated_ranks.forks, 2)):
         names = ("all_reduce", "all_reduce", "send", "barrier", "empty", "")
         who = [
-            f"CommunicatorClosed: rank {rank}{name and ', '}{name}: the communicator belongs to the process"
+            f"CommunicatorClosed: rank {rank}{name and ', '}{name}: "
+            "the communicator belongs to the process"
             for name in names
         ]
         assert [line[: len(start)] for line, start in zip(told, who, strict=True)] == who
@@ -178,7 +179,9 @@ USUAL = {
             {"MIRACCL_ALGO": "double_binary_tree", "MIRACCL_PROTO": "LL"},
             {},
             {
-                name: f"{'one_shot' if name in ('all_gather', 'all_to_all') else 'double_binary_tree'} ll"
+                name: "one_shot ll"
+                if name in ("all_gather", "all_to_all")
+                else "double_binary_tree ll"
                 for name in USUAL
             },
         ),
@@ -237,7 +240,7 @@ CROSSED = ["all_reduce and recv", "broadcast and recv", "reduce and send"]
     [*MESSAGES, *CROSSED, "barrier and all_reduce", "gather and send", "gather and recv", "order"],
 )
 def test_message_collectives_do_not_mix(case: str) -> None:
-    """An unmatched message does not match the next collective, and no rank waits for its deadline."""
+    """Unmatched messages do not match the next collective; no rank waits for its deadline."""
     answers = run(emulated_faults.mismatched_messages, 3, case)
     assert [answer["type"] for answer in answers] == ["CollectiveMismatch"] * 3, answers
 
@@ -327,7 +330,7 @@ CONTROL_PLANE = {"set-up": "the first operation on GPU memory", "window": "empty
 @pytest.mark.parametrize("what", ["all_reduce", "barrier", "recv", "send", "split"])
 @pytest.mark.parametrize("where", ["set-up", "window"])
 def test_gpu_setup_against_another_operation(where: str, what: str) -> None:
-    """GPU setup and windows use the control plane: a rank that calls something else gets the error."""
+    """GPU setup and windows use the control plane, where another call is a mismatch."""
     for got in run(emulated_faults.set_up_against, 3, what, where):
         assert got["type"] == "CollectiveMismatch", got
         assert f"{CONTROL_PLANE[where]} on rank 1" in got["text"]
@@ -372,7 +375,7 @@ def test_a_deadline_names_the_absent_rank_on_every_rank() -> None:
             f"rank 2: never arrived at it; its last was all_reduce #1 {what}",
         )
         assert "emulated_faults.py" in where[2]
-        assert where[2].endswith(" never_comes")
+        assert where[2].endswith(" absent_rank")
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "recv", "send"])
@@ -419,8 +422,8 @@ def test_copy_streams_are_released_after_the_deadline() -> None:
         assert answer["type"] == "CollectiveTimeout", answer
         assert answer["op"] == "all_gather #3 (1000 x float32; one_shot, copy)"
         assert (
-            "rank 1: never arrived at it; its last was all_gather #2 (1000 x float32; one_shot, copy)"
-            in answer["graph"][1]
+            "rank 1: never arrived at it; its last was all_gather #2 "
+            "(1000 x float32; one_shot, copy)" in answer["graph"][1]
         )
 
 
@@ -453,6 +456,6 @@ def test_kernels_that_wait_for_a_rank_without_a_gpu_side_end() -> None:
     assert [answer["type"] for answer in answers] == ["PeerDied", "SystemFailure", "PeerDied"]
     for answer in (answers[0], answers[2]):
         assert (
-            "rank 1 has left the communicator (gave up the first operation on GPU memory: cuEventCreate"
-            in answer["text"]
+            "rank 1 has left the communicator "
+            "(gave up the first operation on GPU memory: cuEventCreate" in answer["text"]
         )

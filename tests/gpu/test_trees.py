@@ -330,7 +330,7 @@ def test_only_tree_neighbours_communicate() -> None:
 @pytest.mark.parametrize("nranks", [3, 4])
 @pytest.mark.parametrize("collective", ALONG_TREES)
 def test_words_that_are_masked_to_ones(collective: Collective, nranks: int) -> None:
-    """The maximum of equal words is sent unchanged, so words that must be escaped pass every edge."""
+    """The maximum of equal words is sent unchanged, so escaped words pass every edge."""
     fresh = Machine(nranks)
     request = replace(
         along(collective, DType.UINT32, 20_001, nranks, root=nranks - 1), op=RedOp.MAX

@@ -34,13 +34,13 @@ def reported_cycle(where: Machine, rank: int) -> list[int]:
     return found
 
 
-LONG = 3 * 2 * layout.FIFO_ROWS * layout.ROW_BYTES  # more than the rings of two lanes hold
+LONG = 3 * 2 * layout.FIFO_ROWS * layout.ROW_BYTES  # more than two row FIFOs hold
 RIGHT = {
     "a message before": [Send(0, 1, 40), Send(1, 0, LONG)],
     "all at once": [Send(a, b, LONG) for a in range(3) for b in range(3)],
 }
 CYCLES: dict[str, tuple[int, list[Send], dict[int, list[int]]]] = {
-    # ranks, messages to which one side comes, the circle that each rank reports
+    # ranks, messages that one side calls, the cycle that each rank reports
     "receives": (2, [Send(1, 0, 40, half=0), Send(0, 1, 4000, half=1)], {0: [0, 1], 1: [1, 0]}),
     "sends": (2, [Send(0, 1, LONG, half=0), Send(1, 0, LONG, half=1)], {0: [0, 1], 1: [1, 0]}),
     "a ring of receives": (
@@ -76,7 +76,7 @@ def test_cycles_are_reported(
     monkeypatch: pytest.MonkeyPatch, case: str, pool: bool, frame: Framing
 ) -> None:
     """Long before the deadline, also after valid messages."""
-    nranks, sends, circles = CYCLES[case]
+    nranks, sends, cycles = CYCLES[case]
     if pool:
         shrink_pool(monkeypatch)
     where = Machine(nranks, timeout_s=60)
@@ -84,10 +84,8 @@ def test_cycles_are_reported(
         right_before = [send for send in before if max(send.src, send.dst) < nranks]
         assert [text for text in run(where, pool_rules(nranks, frame), right_before) if text] == []
     run(where, pool_rules(nranks, frame), sends)
-    assert where.errors() == [
-        layout.ERROR_CYCLE if rank in circles else 0 for rank in range(nranks)
-    ]
-    assert {rank: reported_cycle(where, rank) for rank in circles} == circles
+    assert where.errors() == [layout.ERROR_CYCLE if rank in cycles else 0 for rank in range(nranks)]
+    assert {rank: reported_cycle(where, rank) for rank in cycles} == cycles
 
 
 def test_a_rank_that_waits_for_a_cycle_is_not_in_it() -> None:
@@ -157,7 +155,7 @@ def flaw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def failures_of(seed: int, pool: bool, timeout_s: float = 30.0) -> str:
-    """Run messages in a deadlock-free order, in random launches; return errors and wrong messages."""
+    """Run messages in a deadlock-free order, in random launches; return the failures."""
     rng = random.Random(seed)
     nranks, frame = rng.choice([2, 3, 4]), rng.choice(FRAMES)
     ends = [rng.sample(range(nranks), 2) for _ in range(rng.randint(5, 30))]
@@ -203,7 +201,7 @@ def failures_of(seed: int, pool: bool, timeout_s: float = 30.0) -> str:
     )
 
 
-@pytest.mark.parametrize("pool", [False, True], ids=["lanes", "bulk"])
+@pytest.mark.parametrize("pool", [False, True], ids=["warp queues", "bulk"])
 @pytest.mark.parametrize("weak", [False, True])
 @pytest.mark.parametrize("flaw", [("", "")], indirect=True, ids=["none"])
 @pytest.mark.usefixtures("flaw")

@@ -28,7 +28,7 @@ pytestmark = needs_compiler
 SEEDS = (1, 2, 3)
 MANY = range(
     1, 10_000
-)  # until a flaw is found, which hangs on the order of threads, too: 20 or 200, rarely more than 1000
+)  # until a flaw is detected, by thread order: 20 or 200, rarely more than 1000
 HALF_BYTES = 18 << 10
 PACKETS = [
     (Collective.ALL_REDUCE, "one_shot", 2),
@@ -59,7 +59,7 @@ def flaw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fla
 
 
 @pytest.fixture
-def small_bank(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_half(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "HALF_BYTES", HALF_BYTES)
 
 
@@ -79,7 +79,7 @@ def packet_errors(
 
 
 @pytest.mark.parametrize(("collective", "algo", "nranks"), PACKETS)
-@pytest.mark.usefixtures("small_bank")
+@pytest.mark.usefixtures("small_half")
 def test_packets(collective: Collective, algo: str, nranks: int) -> None:
     assert not list(packet_errors(collective, algo, nranks))
 
@@ -105,7 +105,7 @@ def test_packets(collective: Collective, algo: str, nranks: int) -> None:
     ],
     indirect=["flaw"],
 )
-@pytest.mark.usefixtures("small_bank", "flaw")
+@pytest.mark.usefixtures("small_half", "flaw")
 def test_slots_reused_before_they_were_seen_cleared_are_detected(
     collective: Collective, algo: str
 ) -> None:
@@ -172,12 +172,12 @@ def step_errors(algo: str, seeds: Sequence[int] = SEEDS, timeout_s: float = 60.0
 
 
 @pytest.fixture
-def bank_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def half_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "HALF_BYTES", 64 << 10)
 
 
 @pytest.mark.parametrize("algo", ["ring", "two_shot", "recursive_doubling"])
-@pytest.mark.usefixtures("bank_for_steps")
+@pytest.mark.usefixtures("half_for_steps")
 def test_steps(algo: str) -> None:
     assert not list(step_errors(algo))
 
@@ -187,7 +187,7 @@ def test_steps(algo: str) -> None:
     [Flaw("    fence();\n    store_word(tail_word(", "    store_word(tail_word(")],
     indirect=True,
 )
-@pytest.mark.usefixtures("bank_for_steps", "flaw")
+@pytest.mark.usefixtures("half_for_steps", "flaw")
 def test_a_message_without_a_fence_is_detected() -> None:
     assert next(step_errors("ring", MANY, timeout_s=1.0))
 

@@ -86,7 +86,7 @@ class OneHost(worker.Rank):
 
 
 class Threads:
-    """Two ranks as threads of one process, with symmetric memory by plain pointers, all in rank 0."""
+    """Two ranks as threads of one process, with symmetric memory by plain pointers."""
 
     def __init__(self) -> None:
         import torch
@@ -243,7 +243,7 @@ class ManyHosts:
         }[collective]
 
     def transfers(self, count: int) -> str:
-        """Messages around the ring and back, uneven collectives, operators that only the CPU has."""
+        """Messages around the ring and back, uneven collectives, CPU-only operators."""
         comm, torch = self.comm, self.torch
         n, r = comm.nranks, comm.rank
         x = torch.arange(count, device="cuda", dtype=torch.float32) + r

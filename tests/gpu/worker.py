@@ -190,7 +190,7 @@ class Rank:
         return float((self.torch.ones(10, device="cuda") * 2).sum()) == 20
 
     def outlive(self, working: bool) -> str:
-        """Rank 1 is killed before or during an operation; rank 0 gets the error and a usable GPU."""
+        """Rank 1 is killed before or during an operation; rank 0 gets the error, its GPU works."""
         from miraccl.errors import PeerDied
 
         x, begin = self.torch.ones(4 << 20, device="cuda"), time.monotonic()
@@ -212,7 +212,7 @@ class Rank:
         return "nobody was missed"
 
     def stop_before_copies(self, captured: bool) -> str:
-        """All ranks pass the barrier of staged copies (MIRACCL_SMS=0); rank 1 stops before its own."""
+        """All ranks pass the barrier of staged copies (MIRACCL_SMS=0); rank 1 stops there."""
         from miraccl.errors import CollectiveTimeout
         from miraccl.executor.cuda.staged_copies import StagedLaunch
 
@@ -510,7 +510,10 @@ def compare(got: Any, want: Any, dtype: DType, scale: Any) -> str:
     if not wrong.any():
         return ""
     first = int(np.flatnonzero(wrong)[0])
-    return f"{int(wrong.sum())} of {wrong.size} wrong, the first at {first}: {got[first]!r} instead of {want[first]!r}"
+    return (
+        f"{int(wrong.sum())} of {wrong.size} wrong, the first at {first}: "
+        f"{got[first]!r} instead of {want[first]!r}"
+    )
 
 
 def main() -> None:

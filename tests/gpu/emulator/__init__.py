@@ -52,7 +52,7 @@ def folder() -> Path:
     return _folder
 
 
-# the text keeps to CUDA's habits: pragmas of its own, unused functions; the fibers of machine.cpp jump in ways that fortified C forbids
+# -w: CUDA pragmas and unused functions; no _FORTIFY_SOURCE: the fibers of machine.cpp longjmp.
 OPTIONS = (
     "-std=c++17",
     "-O1",

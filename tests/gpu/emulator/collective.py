@@ -155,7 +155,7 @@ def launch_each(machine: Machine, requests: Sequence[Request | None]) -> None:
 
 
 def run_in_a_row(machine: Machine, operations: Sequence[tuple[Request, DevicePlan]]) -> list[str]:
-    """Run in-place operations on integers, ranks proceeding independently; return the differences."""
+    """Run in-place operations on integers, ranks unsynchronised; return the differences."""
     launches, held, wants = [], [], []
     for number, (asked, plan) in enumerate(operations):
         inputs = [make_input(r, asked.count, asked.dtype, number) for r in range(machine.nranks)]

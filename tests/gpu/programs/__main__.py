@@ -48,7 +48,8 @@ def main() -> int:
     given = ask.parse_args()
     if given.device == "emulated" and given.api not in (None, "own"):
         ask.error(
-            f"--api {given.api} needs tensors of PyTorch, which has no emulated GPUs; allowed with --device emulated is --api own"
+            f"--api {given.api} needs tensors of PyTorch, which has no emulated GPUs; "
+            "allowed with --device emulated is --api own"
         )
     api = given.api or ("own" if given.device == "emulated" else "both")
     plain = given.backend != "miraccl"
@@ -84,7 +85,8 @@ def main() -> int:
     outcome = run_programs(job, lambda text: print(text, flush=True))
     seconds = time.monotonic() - begin
     print(
-        f"{outcome.passed} programs right, {len(outcome.failed)} wrong {sorted(outcome.failed)}, {seconds:.0f} s"
+        f"{outcome.passed} programs right, "
+        f"{len(outcome.failed)} wrong {sorted(outcome.failed)}, {seconds:.0f} s"
     )
     return 1 if outcome.failed else 0
 

@@ -275,7 +275,7 @@ class Drawer(BatchDrawer):
     def apart(
         self, buffers: list[int], comms: list[at.Comm], count: int, *, in_graph: bool = False
     ) -> list[at.Step]:
-        """Return steps on these buffers and communicators only, which await everything they start."""
+        """Return steps on these buffers and communicators, which await all they start."""
         outside = self.steps, self.comms, self.only, self.past, self.in_graph
         self.steps, self.comms, self.only, self.past, self.in_graph = (
             [],

@@ -13,7 +13,7 @@ from tests.gpu.programs import records as at
 from tests.gpu.programs.values import bound_of, exact
 
 NSTREAMS = 3
-#: How each operation may be called; "async" at the end of a name: it is waited for later; "makes" at its beginning: the result is new.
+#: Forms of each operation; suffix "async": awaited later; prefix "makes": allocates its result.
 FORMS: dict[str, dict[str, tuple[str, ...]]] = {
     "own": dict.fromkeys(
         (

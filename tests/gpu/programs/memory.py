@@ -27,7 +27,7 @@ _SIGNED = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 
 @dataclass(frozen=True)
 class Memory:
-    """Buffer memory: ``array`` provides the parts for calls, ``bits`` the same memory as integers."""
+    """Buffer memory: ``array`` provides parts for calls, ``bits`` the same memory as integers."""
 
     array: Any
     bits: Any

@@ -172,7 +172,8 @@ def run_programs(job: Job, say: Callable[[str], None]) -> Outcome:
         for number, seed in enumerate(job.seeds):
             if time.monotonic() - begin > job.budget_s:
                 say(
-                    f"the budget of {job.budget_s:g} s is spent, {number} of {len(job.seeds)} programs were run"
+                    f"the budget of {job.budget_s:g} s is spent, "
+                    f"{number} of {len(job.seeds)} programs were run"
                 )
                 break
             if crew is None:
@@ -183,7 +184,8 @@ def run_programs(job: Job, say: Callable[[str], None]) -> Outcome:
             if error:
                 outcome.failed[seed] = error
                 say(
-                    f"seed {seed} ({job.api(seed)}) FAILED; its processes had run {first} to {seed - 1} before\n{error}\n"
+                    f"seed {seed} ({job.api(seed)}) FAILED; its processes had run {first} to "
+                    f"{seed - 1} before\n{error}\n"
                 )
                 crew.end(kill=True)
                 crew = None
@@ -192,7 +194,8 @@ def run_programs(job: Job, say: Callable[[str], None]) -> Outcome:
             if time.monotonic() - last_said > 5:
                 last_said = time.monotonic()
                 say(
-                    f"{outcome.passed} right, {len(outcome.failed)} wrong, seed {seed}, {last_said - begin:.0f} s"
+                    f"{outcome.passed} right, {len(outcome.failed)} wrong, seed {seed}, "
+                    f"{last_said - begin:.0f} s"
                 )
         if crew is not None:
             statuses = crew.end(kill=False)

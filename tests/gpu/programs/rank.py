@@ -262,7 +262,10 @@ class Rank:
         wrong = ref.differing(got, want, zeros_alike=True)
         if wrong.size:
             first = int(wrong[0])
-            text = f"{wrong.size} of {want.size} are wrong, from {first} to {int(wrong[-1])}, the first {got[first]!r}, not {want[first]!r}"
+            text = (
+                f"{wrong.size} of {want.size} are wrong, from {first} to {int(wrong[-1])}, "
+                f"the first {got[first]!r}, not {want[first]!r}"
+            )
             raise AssertionError(f"{text}: {what}")
 
 
@@ -275,7 +278,7 @@ def _place_of(device: str, rank: int, meeting: dict[str, Any]) -> CpuMemory:
 
 
 def touched(steps: Any) -> set[int]:
-    """Return the buffers of these steps; those of graphs only where they are replayed and filled."""
+    """Return the buffers of these steps; those of graphs only where they are replayed."""
     found: set[int] = set()
     for step in steps:
         match step:

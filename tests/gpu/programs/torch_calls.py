@@ -239,7 +239,7 @@ class TorchCalls:
         for junk in self._junk:
             if not bool((junk == JUNK).all()):
                 raise AssertionError(
-                    "memory that was let go of was given out again, and the operation has written to it"
+                    "an operation has written to memory that was freed and allocated again"
                 )
         self._junk.clear()
 

@@ -29,7 +29,8 @@ from typing import NamedTuple
 
 from .program import EMPTY, LAUNCH, Code, Kind, Op, System
 
-#: a step is waits, then reads of what may be written over, then stores; a launch ends and the next begins in one
+#: A step is waits, then reads that an overwrite may race, then stores; a launch ends and the next
+#: begins in one step.
 PHASE = dict.fromkeys(Code, 0) | {
     Code.READ: 1,
     Code.AWAIT: 1,
@@ -169,7 +170,8 @@ class _Search:
             cleared = any(other.cell == flight.cell and other.clears for other in flights)
             why = ", and its clear on the way" if cleared else ""
             raise Wrong(
-                f"WRONG: {self.system.value(flight.cell, there)} is still in {self.system.location(flight.cell)}{why}"
+                f"WRONG: {self.system.value(flight.cell, there)} is still in "
+                f"{self.system.location(flight.cell)}{why}"
             )
         cells[flight.cell] = flight.value
 
@@ -273,7 +275,8 @@ class _Search:
             case Code.RECV | Code.READ:
                 if abs(cells[op.cell]) != op.value:
                     raise Wrong(
-                        f"WRONG: {self.system.value(op.cell, cells[op.cell])} is in {self.system.location(op.cell)}"
+                        f"WRONG: {self.system.value(op.cell, cells[op.cell])} is in "
+                        f"{self.system.location(op.cell)}"
                     )
                 if op.code is Code.READ:
                     cells[op.cell] = -op.value
@@ -290,7 +293,8 @@ class _Search:
                 and abs(there) // LAUNCH < op.value
             ):
                 raise Wrong(
-                    f"WRONG: {self.system.value(cell, there)} is still in {self.system.location(cell)}"
+                    f"WRONG: {self.system.value(cell, there)} is still in "
+                    f"{self.system.location(cell)}"
                 )
         for flight in flights:
             if (
@@ -308,7 +312,8 @@ class _Search:
         ]
         if waiting:
             lines = (
-                f"{self.system.threads[t].name} waits: {self.system.text(self.ops[t][state.places[t]])}"
+                f"{self.system.threads[t].name} waits: "
+                f"{self.system.text(self.ops[t][state.places[t]])}"
                 for t in waiting
             )
             return "WRONG: nobody can go on; " + "; ".join(lines)

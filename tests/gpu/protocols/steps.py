@@ -158,7 +158,10 @@ class _Block:
             self.thread.wait_for(self.op_record(self.rank, peer), self.launch)
 
     def slot_of(self, sender: int, receiver: int, message: int) -> list[Cell]:
-        name = f"slot {message % self.rules.nslots} of the FIFO from rank {sender} to rank {receiver}, half {self.parity}"
+        name = (
+            f"slot {message % self.rules.nslots} of the FIFO from rank {sender} "
+            f"to rank {receiver}, half {self.parity}"
+        )
         owner = sender if self.rules.reads else receiver
         return [Cell(f"{name}, half {half}", owner, Kind.BUFFER, self.parity) for half in HALVES]
 
