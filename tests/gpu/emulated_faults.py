@@ -145,7 +145,7 @@ def waits_for_exiting_rank(what: str) -> dict[str, Any]:
             "send": lambda: me.comm.send(x, 1, stream=0),
         }
         try:
-            me.synchronize()  # the other one that waits may have told already
+            me.synchronize()  # the other waiting rank may have reported it
             calls[what]()
             me.synchronize()
         except MiracclError as error:
@@ -171,7 +171,7 @@ def aborted_by_another() -> str:
             me.synchronize()
             me.comm.abort("rank 0 has had enough")
             return ""
-        try:  # the abort may come before the second call, or at the end of the first
+        try:  # the abort may arrive before the second call, or during the first
             me.comm.barrier(stream=0)
             me.comm.recv(me.zeros(100), 0, stream=0)
             me.synchronize()
@@ -185,7 +185,7 @@ def left_by_an_exception() -> bool:
     with rank(timeout=600.0) as me:
         me.comm.barrier(stream=0)
         if me.rank == 0:
-            return True  # looks at nothing any more: rank 1's abort may come at any time
+            return True  # no further checks: rank 1 may abort at any time
         me.synchronize()
         try:
             with me.comm:

@@ -1182,7 +1182,7 @@ def beside_torch() -> None:
 
         calls: list[Callable[[], Any]] = [
             lambda: comm.all_reduce(x, op=RedOp.MAX),
-            lambda: comm.all_reduce(x, op=RedOp.MAX),  # perhaps through a door
+            lambda: comm.all_reduce(x, op=RedOp.MAX),  # possibly a fast call
             lambda: comm.sendrecv(x, peer, out, peer),
             prepared,
             group,

@@ -100,7 +100,7 @@ class Stream:
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.graph: list[Callable[[], None]] | None = None
         self.error: BaseException | None = None
-        self._left, self._count = 0, threading.Lock()  # pieces of work that have not ended
+        self._left, self._count = 0, threading.Lock()  # pending work
         threading.Thread(target=self._loop, daemon=True).start()
 
     def put(self, work: Callable[[], None]) -> None:
@@ -234,16 +234,14 @@ class FakeCuda:
         ] = {}  # address -> (descriptor, bytes) of cuMemAlloc and cuMemCreate's mappings
         self.placed: dict[
             int, int
-        ] = {}  # address -> GPU, where the driver is to say another one than it is
+        ] = {}  # address -> GPU that the driver reports instead of the real one
         self.handles: dict[int, tuple[int, int | None]] = {}  # handle -> (descriptor, GPU)
         self.pinned: set[int] = set()
         self.streams = _Streams(self)
-        self.destroyed: list[Stream] = []  # whose work goes on
-        self.enabled: set[tuple[int, int]] = (
-            set()
-        )  # (context, that of a peer whose memory it may use)
+        self.destroyed: list[Stream] = []  # their work continues
+        self.enabled: set[tuple[int, int]] = set()  # (context, context of a peer with access)
         self.retained: Counter[int] = Counter()  # contexts
-        self.faults: list[str] = []  # what a GPU would have faulted on
+        self.faults: list[str] = []  # accesses that would fault on a GPU
         self._areas: list[_Area] = []  # sorted
         self._threads = threading.local()
         self._opened: dict[int, int] = {}
@@ -786,7 +784,7 @@ class CpuKernels:
         part = session.subgroup(range(self.nranks), name)
         self._cpu = Communicator.from_session(part, options, setup=stages.child(part))
         self._stream = -1
-        self.words = np.zeros(layout.HOST_BYTES // 4, np.uint32)  # what kernels would write
+        self.words = np.zeros(layout.HOST_BYTES // 4, np.uint32)  # written by kernels
         callbacks: Any = {
             "read_snapshot": lambda: None,
             "describe_launch": lambda *_: "",
@@ -847,7 +845,7 @@ class CpuKernels:
         def run() -> None:
             with contextlib.suppress(
                 MiracclError
-            ):  # kernels end when their communicator is aborted; ``check`` tells
+            ):  # kernels end when their communicator is aborted; ``check`` reports it
                 work()
 
         self.cuda.streams[stream].put(run)

@@ -49,7 +49,7 @@ from tests.gpu.fake_cuda import CpuKernels, FakeArray, FakeCuda, place, seen
 from tests.gpu.fake_ranks import session
 from tests.runtime.pair_ranks import await_two, status_queries
 
-BIG = 50_001  # float32: several pieces of the smallest slots
+BIG = 50_001  # float32: several segments of the smallest slots
 
 
 class World:
@@ -274,7 +274,9 @@ def with_kernels(hosts: str, apart: bool) -> None:
                 numbers(transfer.peer if transfer.receives else r, 3000, DType.INT8),
                 "everybody",
             )
-        table = [[700 * ((i + 2 * j) % 4) for j in range(n)] for i in range(n)]  # what i sends to j
+        table = [
+            [700 * ((i + 2 * j) % 4) for j in range(n)] for i in range(n)
+        ]  # elements from i to j
         blocks = [
             [numbers(10 * i + j, table[i][j], DType.INT32) for j in range(n)] for i in range(n)
         ]
@@ -377,7 +379,7 @@ def uneven_collectives(hosts: str, apart: bool) -> None:
         for scale in (0, 1, 9001):
             table = [
                 [scale * ((3 * i + j) % 4) for j in range(n)] for i in range(n)
-            ]  # what i sends to j
+            ]  # elements from i to j
             blocks = [
                 [numbers(10 * i + j, table[i][j], DType.INT32) for j in range(n)] for i in range(n)
             ]
@@ -457,7 +459,7 @@ def sends_and_receives(hosts: str, apart: bool) -> None:
             comm.sendrecv(w.put(numbers(r, count, DType.FLOAT32)), to, out, frm)
             comm.synchronize()
             check(out, numbers(frm, count, DType.FLOAT32), "sendrecv")
-        if r < 2:  # one end groups what the other does one by one
+        if r < 2:  # one end groups the calls, the other does not
             arrays = [numbers(r, size, DType.INT32, size) for size in (5000, 3, 7000)]
             outs = [w.zeros(size, DType.INT32) for size in (5000, 3, 7000)]
             peer = 1 - r
@@ -567,7 +569,7 @@ def repeated_operations(hosts: str, kernels: bool) -> None:
     with session() as world:
         w = World(world, hosts, kernels=kernels, apart=not kernels)
         comm, n, r = w.comm, w.nranks, w.rank
-        vars(graph_cache)["MAX_GRAPHS"] = 7  # so that some are forgotten and come again
+        vars(graph_cache)["MAX_GRAPHS"] = 7  # some are evicted and captured again
         launched: list[int] = []
         launch = w.cuda.cuGraphLaunch
 
@@ -636,7 +638,7 @@ def special(hosts: str, apart: bool) -> None:
             w.zeros(0, DType.FLOAT32)._replace(read_only=True),
         )
         ones, zeros = w.put(np.ones(5, np.float32)), w.zeros(5, DType.FLOAT32)
-        for factor in (0.0, 0.0, -0.0, -0.0):  # what comes again is replayed
+        for factor in (0.0, 0.0, -0.0, -0.0):  # repeated calls are replayed
             comm.all_reduce(ones, zeros, PreMulSum(factor))
             comm.synchronize()
             assert (np.signbit(seen(zeros)) == np.signbit(factor)).all(), (
@@ -792,7 +794,7 @@ def driver_fails(hosts: str, apart: bool) -> str:
         world.barrier("before the failure")
         if w.rank == 1:
             w.cuda.refuse.add("cuMemcpyDtoHAsync")
-        with contextlib.suppress(SystemFailure):  # rank 0 may have been told already
+        with contextlib.suppress(SystemFailure):  # rank 0 may have the error already
             w.comm.all_reduce(x)
         w.cuda.refuse.clear()
         w.cuda.cuCtxSynchronize()
@@ -880,7 +882,7 @@ def _in_different_calls(w: World, case: str) -> str:
         "all_to_all_v": lambda: comm.all_to_all_v(few, ones, ones, w.zeros(n, DType.FLOAT32)),
     }
     others: dict[str, Callable[[], Any]] = {
-        "root": lambda: comm.broadcast(x, n - 1),  # for which the root waits for nobody
+        "root": lambda: comm.broadcast(x, n - 1),  # the root does not wait
         "reduce": lambda: comm.reduce(x, n - 1),
         "all_to_all_v": lambda: comm.all_to_all(few, w.zeros(n, DType.FLOAT32)),
     }
@@ -1268,7 +1270,7 @@ def broken_connection(sends: bool) -> str:
                 *(direct._streams for direct in w.comm.runtime.direct),
             ):
                 streams._collector.streams[0].shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(MiracclError):  # rank 1 may have told by now
+        with contextlib.suppress(MiracclError):  # rank 1 may have reported it
             _begin(w, x, sends)
         w.cuda.cuCtxSynchronize()
         return _fault(w, x, (PeerDied,))

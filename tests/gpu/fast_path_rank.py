@@ -45,7 +45,7 @@ class FastPathRank:
         )
         self.retained: list[tuple[list[Any], int]] = []
         self.handed_over: list[tuple[int, list[tuple[Any, int, bool]]]] = []
-        self.signatures: list[int] = []  # of what was handed over
+        self.signatures: list[int] = []  # of the groups handed over
         address = groups.address()
         groups.install_fast_path(*group_builtins(address))
         abort, order = ctypes.addressof(self.abort), ctypes.addressof(self.order)

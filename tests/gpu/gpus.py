@@ -21,7 +21,7 @@ def _count() -> int:
 GPUS = _count()
 NO_GPU = "no NVIDIA GPU, no driver, or cuda-bindings is not installed"
 NEEDS_GPU = pytest.mark.skipif(GPUS == 0, reason=NO_GPU)
-#: for tests whose ranks are processes of ``tests.gpu.ranks``
+#: For tests whose ranks are processes of ``tests.gpu.ranks``.
 ON_GPUS = [
     pytest.mark.gpu,
     pytest.mark.multiprocess,

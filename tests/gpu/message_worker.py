@@ -505,7 +505,7 @@ class Rank:
             if how == "abort":
                 threading.Timer(0.2, self.device.abort).start()
             error = self.failure()
-        self.session.barrier("told")  # who waits for a rank that leaves is told that
+        self.session.barrier("told")  # ranks that wait for a leaving rank get that error instead
         if self.rank == 1:
             assert isinstance(error, CollectiveTimeout if how == "timeout" else CommunicatorAborted)
             assert how == "abort" or error.peer == 0

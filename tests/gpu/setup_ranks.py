@@ -97,7 +97,7 @@ class Clock:
     """Deadline that passes while rank 0 waits for rank 1, which waits for rank 0's error."""
 
     def __init__(self, me: Rank) -> None:
-        link.GRACE_SECONDS = LIMIT_S  # for the hub, which tells who is late
+        link.GRACE_SECONDS = LIMIT_S  # the hub reports late ranks
         self._rank, self._gather, self._over = me.rank, me.world.all_gather, False
         self._gather(b"", "ready", LIMIT_S)
 

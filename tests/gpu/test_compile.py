@@ -184,7 +184,7 @@ def ptx(source: str, arch: int) -> str:
 
 
 MEMORY = re.compile(r"(?<![\w.%])((?:ld|st|atom|red|fence|membar|multimem|cp|ldu)\.[\w.:]+)")
-#: of what only this GPU touches: tickets and numbers
+#: Atomics on memory that only this GPU accesses: tickets and numbers.
 OWN = {
     "atom.relaxed.gpu.global.inc.u32",
     "atom.relaxed.gpu.global.add.u64",

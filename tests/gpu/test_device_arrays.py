@@ -476,9 +476,9 @@ class Unwilling:
 def test_is_gpu_array_never_raises(thing: Any, there: bool) -> None:
     """Errors are raised when the memory is requested, as errors of an argument."""
     assert memory.is_gpu_array(thing) is there
-    with pytest.raises(InvalidUsage, match="a test: x:? "):
+    with pytest.raises(InvalidUsage, match=r"a test: x:? "):
         view(thing)
-    with pytest.raises(InvalidUsage, match="a test: x:? "):
+    with pytest.raises(InvalidUsage, match=r"a test: x:? "):
         cpu_view(thing, "x", writes=False, where="a test")
 
 
@@ -548,7 +548,7 @@ def test_the_driver_provides_the_current_gpu_without_a_library(
     for name in ("torch", "cupy"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for name in ("bindings", "pointer_attribute"):
-        monkeypatch.setattr(driver, name, vars(driver)[name])  # put back what install replaces
+        monkeypatch.setattr(driver, name, vars(driver)[name])  # restored after install
     cuda = FakeCuda(home=3)
     x = FakeArray(cuda, np.ones(4))
     cuda.install()

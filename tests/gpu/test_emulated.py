@@ -732,7 +732,7 @@ def test_op_records_contain_needed_ranks(collective: Collective, algo: str, prot
     needs = {Collective.BROADCAST: [2, 0, 2], Collective.REDUCE: [0, every, 0]}.get(
         collective, [every] * 3
     )
-    if proto == "simple":  # whose ranks hear all others at the end
+    if proto == "simple":  # its ranks wait for all op records at the end
         needs = [every] * 3
     for by, to in itertools.permutations(range(3), 2):
         assert [recorded_needs(three, by, to, launch) for launch in (1, 2, 3)] == [
@@ -769,7 +769,7 @@ def test_a_mismatch_ends_the_wait_of_the_rank_that_expects_more(left: bool) -> N
             ],
         )
         if two.errors()[0] != 0:
-            break  # else the other's threads came so late that it had heard of the end before
+            break  # else the peer's threads were late and had seen the end before
     assert two.errors()[0] == layout.ERROR_MISMATCH
     assert int(two.host[0][layout.HOST_PEER]) == 1
 
@@ -787,7 +787,7 @@ def test_a_mismatch_is_reported_to_a_rank_that_continues() -> None:
         launch_each(two, [less, more])
         assert two.errors()[1] == layout.ERROR_MISMATCH
         if two.errors()[0] == 0:
-            break  # else its threads came so late that they were told, too
+            break  # else its threads were late and got the error as well
     assert two.errors()[0] == 0
     launch_each(two, [less, None])
     assert two.errors()[0] == layout.ERROR_MISMATCH

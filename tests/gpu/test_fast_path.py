@@ -118,7 +118,7 @@ def test_tensors_with_freed_storage_take_the_slow_path(side: FastPathRank) -> No
     x, both, freed = torch.zeros(12), torch.zeros(24), torch.zeros(36)
     parts, wholes, empty = (freed[:12], freed[12:24]), (freed[:24], freed[12:]), freed[:0]
     freed.untyped_storage().resize_(0)
-    answers = []  # pytest would look at the elements of what it finds in an assertion
+    answers = []  # pytest reads the elements of objects in an assertion
     for thing, whole in zip(parts, wholes, strict=True):
         answers += [side.all_reduce(thing), side.all_reduce(x, thing), side.broadcast(thing, 0)]
         answers += [side.all_gather(thing, both), side.all_gather(x, whole)]
@@ -180,7 +180,7 @@ def test_reduce_checks_the_root(side: FastPathRank) -> None:
     assert side.reduce(x, 0, out) == 0
     assert side.driver.seen[-1][-2:] == (x.data_ptr(), out.data_ptr())
     assert side.reduce(x, 0, odd) == 1
-    assert side.reduce(x, 1, odd) == 0  # another rank's root: nobody looks at out
+    assert side.reduce(x, 1, odd) == 0  # another rank is the root: out is ignored
     assert side.driver.seen[-1][-2:] == (x.data_ptr(), x.data_ptr())
     assert side.reduce(x, 0, op=RedOp.MIN) == 1
     for bad in (2, -1, 51, 1 << 70, True, None):
@@ -253,7 +253,7 @@ def test_unhandled_calls_go_to_the_fallback(side: FastPathRank) -> None:
     assert other.driver.seen[-1][-2:] == (y.data_ptr(), x.data_ptr())
     assert first["all_reduce"](x[:12], None, RedOp.SUM, False, None) == 0
     assert side.driver.seen[-1][0] == 12
-    other.calls.clear()  # the first ones keep what they call
+    other.calls.clear()  # the first calls keep their fallback
     gc.collect()
     assert first["all_reduce"](x, None, RedOp.SUM, False, None) == 0
 
@@ -261,7 +261,7 @@ def test_unhandled_calls_go_to_the_fallback(side: FastPathRank) -> None:
 def test_a_failed_launch_is_left_to_python(side: FastPathRank) -> None:
     side.driver._codes = (700, 0)
     side.add_collective(Collective.ALL_REDUCE, F32, 12)
-    assert side.all_reduce(torch.zeros(12)) == 1  # which launches again, and says what CUDA says
+    assert side.all_reduce(torch.zeros(12)) == 1  # launches again and returns CUDA's code
     assert side.all_reduce(torch.zeros(12)) == 0
 
 

@@ -347,7 +347,7 @@ def test_arrays_use_the_stream_of_their_library(
     ]
     assert [call() for call in calls] == [1] * len(
         calls
-    )  # the last operation was in stream 0; there is no event to follow it
+    )  # the last operation was in stream 0; no event orders streams
     assert side.all_reduce(tensor, array) == 0
     side.fast_path.stream = 5
     assert side.all_reduce(tensor, array) == 1
@@ -356,7 +356,7 @@ def test_arrays_use_the_stream_of_their_library(
     assert side.all_reduce(tensor, stream=5) == 0
 
 
-# ---- the long way
+# ---- slow path
 
 
 def test_types_without_a_numpy_code() -> None:

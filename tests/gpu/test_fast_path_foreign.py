@@ -241,7 +241,7 @@ def test_only_registered_types_are_read(side: FastPathRank, make: Any) -> None:
         {Described: ArrayProtocol(dlpack=False), Packed: ArrayProtocol(dlpack=True)} | many
     )
     taken = [side.all_reduce(kind(zeros())) for kind in many]
-    assert taken == [0] * (layout.MAX_FOREIGN_TYPES - 2) + [1] * 2  # as many as there is room for
+    assert taken == [0] * (layout.MAX_FOREIGN_TYPES - 2) + [1] * 2  # as many as fit
 
 
 def test_registered_types_are_kept_alive() -> None:
@@ -644,7 +644,7 @@ def test_a_stream_switch_releases_retained_capsules(side: FastPathRank) -> None:
     assert (side.all_reduce(x, stream=0), len(side.fast_path.retained)) == (0, 1)
     assert (side.all_reduce(x, stream=5), side.fast_path.stream) == (1, 0)
     side.fast_path.release()
-    current[0] = 8  # of another GPU, whose default stream 0 would be
+    current[0] = 8  # context of another GPU, to which stream 0 would belong
     assert (side.all_reduce(x, stream=5), side.fast_path.stream) == (1, 0)
     current[0] = 7
     assert (side.all_reduce(x, stream=5), side.fast_path.stream) == (0, 5)
@@ -815,7 +815,7 @@ def test_arrays_in_a_group_of_another_thread_are_not_read(side: FastPathRank) ->
         thread = threading.Thread(target=lambda: x.streams.append(side.send(x)))
         thread.start()
         thread.join()
-    assert x.streams == [1]  # what the door said
+    assert x.streams == [1]  # passed by the fast call
 
 
 def test_an_operation_of_several_launches_retains_once(side: FastPathRank) -> None:
@@ -984,7 +984,7 @@ def test_the_export_function_is_called_directly(
     for sharding in (object(), None, SingleDeviceSharding):
         other = Sharded(zeros(), sharding)
         assert side.all_reduce(other, Packed(out)) == 0
-        assert other.streams == [1]  # the method was called, which knows what to do
+        assert other.streams == [1]  # the method was called
     del x.sharding
     assert side.all_reduce(x, Packed(out)) == 0
     assert x.streams == [1]

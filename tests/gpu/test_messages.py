@@ -33,7 +33,7 @@ from tests.gpu.emulator import Machine, exchange, needs_compiler
 from tests.gpu.emulator.exchange import Send, run
 
 FRAMES = [Framing.LINE, Framing.PAIR]
-GPU: Any = types.SimpleNamespace(read=ctypes.string_at)  # whose memory is the processor's
+GPU: Any = types.SimpleNamespace(read=ctypes.string_at)  # its memory is host memory
 
 
 @functools.cache
@@ -173,7 +173,7 @@ def test_sizes_that_differ_are_reported(sent: int, expected: int, frame: Framing
             sent | tag,
             expected | tag,
         ]
-    # whoever did not wait hears of it with the next message that needs room
+    # a sender that did not wait gets the error with its next message that needs credit
     run(where, rules(2, frame), [Send(0, 1, 1 << 17)], only=[0])
     assert where.host[0][layout.HOST_ERROR] == layout.ERROR_SIZES
 
@@ -724,7 +724,7 @@ def test_large_message_blocks_are_resident_with_all_warp_queues(
         for receives in (False, True)
     ]
     lowered = lower_messages(everything, comm_args(nranks), where)
-    if multiprocessors < 2 * (nranks - 1):  # too few for one block each: then no message is large
+    if multiprocessors < 2 * (nranks - 1):  # too few for a block per queue: no message is large
         assert lowered.bulk_blocks == 0
         return
     assert lowered.threads == 512

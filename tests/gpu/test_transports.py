@@ -29,7 +29,7 @@ def _small(case: dict[str, Any]) -> bool:
     return bool(case.get("count", 0) <= 400_000 and case.get("repeat", 0) <= 20)
 
 
-#: every third small case, and a few whose slots are used again
+#: Every third small case, and a few with reused slots.
 SOME = [case for case in CASES if "collective" in case and _small(case)][::3]
 SOME += [{"collective": "all_reduce", "dtype": "bfloat16", "count": (6 << 20) + 5, "repeat": 3}]
 SOME += [{"collective": "all_gather", "dtype": "float32", "count": 1 << 20, "repeat": 3}]

@@ -150,7 +150,7 @@ def errors_at_synchronize(hosts: str, case: str) -> tuple[str, str]:
         me.leave_unmatched(case)
         me.wait_for_all()
         pause = threading.Event()
-        for _ in range(1000):  # another rank may find it, and this one hears of it
+        for _ in range(1000):  # another rank may find it and notify this one
             if text := error_of(me.comm.synchronize):
                 break
             pause.wait(0.01)
@@ -173,7 +173,7 @@ def correct_programs(hosts: str) -> None:
             if first:
                 me.scatter(0, streams[number % 2])
                 me.wait_for_all()
-            else:  # it lies there, and this rank has not come to it
+            else:  # it has arrived, but is not received yet
                 me.wait_for_all()
                 comm.synchronize()
                 me.scatter(0, streams[number % 2])
@@ -187,9 +187,7 @@ def correct_programs(hosts: str) -> None:
             me.wait_for_all()
             comm.synchronize()
             comm.recv(me.put(np.zeros(3)), 0, stream=0) if last else None
-        comm.send(
-            me.one, n - 1, stream=0
-        ) if first else None  # as on CPU memory, nobody asks for it
+        comm.send(me.one, n - 1, stream=0) if first else None  # never received, as on CPU memory
         comm.finalize()
 
 

@@ -182,7 +182,7 @@ class Rank:
                 answer = "" if how == "timeout" and error.peer == 1 else f"unexpected: {error}"
             except CommunicatorAborted as error:
                 answer = "" if how == "abort" else f"unexpected: {error}"
-        self.session.barrier("told")  # who waits for a rank that leaves is told that
+        self.session.barrier("told")  # ranks that wait for a leaving rank get that error instead
         return answer
 
     def is_usable(self) -> bool:
@@ -250,7 +250,7 @@ class Rank:
             waited = time.monotonic() - begin
             whom = (
                 "between ranks" if captured else "from rank 1"
-            )  # in graphs nobody counts the copies
+            )  # copies in graphs are not counted
             told = comm.rank == 1 or whom in str(error)
             answer = (
                 ""

@@ -103,7 +103,7 @@ def run(
         comes = (messages or signature) and (only is None or rank in only)
         blocks.append(blocks_of(lowered) if comes else 0)
         bulk, room = bulk or lowered.bulk_blocks > 0, max(room, lowered.capacity)
-    for argument in args:  # what follows the messages is not looked at
+    for argument in args:  # bytes behind the messages are ignored
         argument.extend(bytes(room))
     machine.launch(replace(rules.kernel_spec(bulk, room), threads=THREADS), args, blocks)
     answers = []

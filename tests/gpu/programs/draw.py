@@ -94,7 +94,7 @@ class Drawer(BatchDrawer):
             case "deterministic":
                 wanted["deterministic"] = True
             case "buffsize":
-                wanted["buffsize"] = 1  # the least there is: slots are used again
+                wanted["buffsize"] = 1  # the minimum: slots are reused
 
     def _draw_buffers(self, dtypes: Sequence[DType]) -> None:
         rng = self.rng

@@ -73,7 +73,7 @@ class Calls:
         self._warm: set[int] = set()
         self._numbers = itertools.count(1)
 
-    # ---- what there is
+    # ---- available memory and streams
 
     def number(self) -> int:
         return next(self._numbers)

@@ -92,7 +92,7 @@ class RankProcesses:
         order["meeting"] = {"path": str(self._folder / f"meet-{number}"), "backend": job.backend}
         for process in self._ranks:
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has ended, which its answer says
+            with contextlib.suppress(BrokenPipeError):  # it has ended, as its result says
                 process.stdin.write(json.dumps(order) + "\n")
                 process.stdin.flush()
         answers: dict[int, str] = {}
@@ -105,7 +105,7 @@ class RankProcesses:
                     break
                 continue
             if line and not line.startswith("{"):
-                continue  # a library has something to say
+                continue  # output of a library
             answers[rank] = json.loads(line)["error"] if line else "its process ended"
             if answers[rank]:
                 end = min(end, time.monotonic() + GRACE_S)

@@ -32,16 +32,16 @@ LAUNCH = 1 << 20  # values are numbers, above them that of the launch
 class Kind(enum.Enum):
     """Purpose of a cell, and the errors it must not have."""
 
-    PACKET = enum.auto()  # written only while it is empty; whoever reads it clears it
-    BUFFER = enum.auto()  # read when something else says so; written over only what has been read
+    PACKET = enum.auto()  # written only while empty; the reader clears it
+    BUFFER = enum.auto()  # read after another signal; only read values are overwritten
     FLAGGED = enum.auto()  # the same, but the reader waits for the very value
     WORD = enum.auto()  # the reader waits for the very value, and not every value has a reader
-    COUNTER = enum.auto()  # grows; whoever waits for a number is content with a larger one
+    COUNTER = enum.auto()  # grows; a wait ends at the value or a larger one
 
 
 class Cell(NamedTuple):
     name: str
-    rank: int  # in whose memory it is
+    rank: int  # owner of the memory
     kind: Kind
     parity: int | None  # of a half, which is empty when a launch begins to use it
 

@@ -47,8 +47,8 @@ class Flight(NamedTuple):
     source: int
     cell: int
     thread: int
-    value: int  # what it writes
-    clears: int  # what it clears
+    value: int  # value written
+    clears: int  # value cleared
 
 
 class State(NamedTuple):
@@ -249,7 +249,7 @@ class _Search:
                     for flight in flights
                 ):
                     return False
-                # the others of this rank have come to their ends, and their stores have landed
+                # the rank's other threads have ended, and their stores have landed
                 if any(
                     places[other] < self.ends[other][op.value]
                     for other in self.siblings[thread]

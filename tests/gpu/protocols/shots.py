@@ -213,7 +213,7 @@ def _parts(
         push(0)
         receive(0)
     for k in range(1, count):
-        if k == 1:  # this half, too, may have been used in any way by the launch before
+        if k == 1:  # the launch before may have used this half in any way
             thread.begin(first + 1, (first + 1) % 2)
         elif awaits_peers:
             collect(k - 1)

@@ -73,10 +73,10 @@ class _Streams:
     main: Thread
     stage: StagingLayout
     rules: Rules
-    totals: Counter[int] = field(default_factory=Counter)  # chunks that come from a peer
+    totals: Counter[int] = field(default_factory=Counter)  # received chunks by peer
     directions: dict[tuple[int, bool], Thread] = field(
         default_factory=dict
-    )  # by the peer, and whether data come from it
+    )  # by (peer, data come from it)
     done: Counter[tuple[int, bool]] = field(default_factory=Counter)  # chunks of each direction
     slots: dict[Cell, int] = field(
         default_factory=dict

@@ -12,7 +12,7 @@ from miraccl.schedule.algos import double_binary_tree
 from miraccl.schedule.algos.double_binary_tree import TreePosition
 from miraccl.types import Collective
 
-from .chain import send_hellos, await_hellos
+from .chain import await_hellos, send_hellos
 from .program import Cell, Kind, System, Thread
 
 

@@ -191,7 +191,7 @@ TO_PEER, FROM_PEER, TO_SELF, TO_BULK, FROM_BULK = 0, 1, 2, 3, 4
 MAX_QUEUES = 4 * MAX_RANKS - 3  # up to four per peer
 MAX_MESSAGES = 192  # in the arguments of a launch, which have 4 KiB
 #: struct P2pArgs after Args: table, queues, warp queues, blocks of large messages, warps that draw
-#: the number of a message collective (0: plain messages); then ``capacity`` bytes: queues, messages.
+#: the number of a message collective (0: plain messages); then queues and messages.
 P2P_HEAD = "<QIIII"
 #: Entry of a message collective: number, tag (``op_tag`` of source/p2p.cuh), signature, launches
 #: before it.

@@ -12,7 +12,7 @@ from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import DL_TYPES
 
 DL_DTYPES = {dtype: code | bits << 8 | 1 << 16 for (code, bits), dtype in DL_TYPES.items()}
-#: typestr of ``__cuda_array_interface__`` -> DLDataType: NumPy's code, or the name of types without.
+#: typestr of ``__cuda_array_interface__`` -> DLDataType; NumPy's code, or a name without one.
 _TYPESTRS = {
     dtype.str if dtype.isbuiltin == 1 else dtype.name: DL_DTYPES[code]
     for code, dtype in NUMPY_DTYPE.items()
