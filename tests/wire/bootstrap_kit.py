@@ -46,6 +46,7 @@ def a_join(rank: int, timeout: float = 10.0, pid: int | None = None) -> Join:
         loopback=True,
         timeout_total=timeout,
         timeout_left=timeout,
+        standby_port=7000 + rank,
     )
 
 

@@ -35,7 +35,7 @@ def test_both_sides_of_a_handshake_agree():
         Handshake(b"\0" * 32, HELLO, NONCE),
         Handshake(SECRET, dataclasses.replace(HELLO, rank=2), NONCE),
         Handshake(SECRET, dataclasses.replace(HELLO, nranks=5), NONCE),
-        Handshake(SECRET, dataclasses.replace(HELLO, version=2), NONCE),
+        Handshake(SECRET, dataclasses.replace(HELLO, version=3), NONCE),
         Handshake(SECRET, dataclasses.replace(HELLO, nonce=b"n" * 32), NONCE),
         Handshake(SECRET, HELLO, b"i" * 32),
     ],

@@ -30,6 +30,7 @@ from miraccl.wire.bootstrap import (
     format_ranks,
     replay,
 )
+from miraccl.wire.bootstrap_failover import SEARCH_TRANSITIONS, SearchState
 from miraccl.wire.bootstrap_hub import HubMachine
 from miraccl.wire.bootstrap_member import MemberMachine
 from miraccl.wire.bootstrap_messages import (
@@ -63,7 +64,7 @@ def _gather(
     member.send(Gather(group=group, tag=tag, round=number, timeout=timeout, data=data))
 
 
-# --- meeting ------------------------------------------------------------------------------------------------------------
+# --- meeting ---
 
 
 @given(st.permutations(range(5)), st.lists(st.integers(1, 60), min_size=1, max_size=30))
@@ -239,7 +240,7 @@ def test_a_hub_that_closes_in_the_meeting_says_so():
     assert net.finished
 
 
-# --- strangers ----------------------------------------------------------------------------------------------------------
+# --- strangers ---
 
 
 def test_a_member_with_another_secret_knows_at_once_and_is_mentioned_when_it_is_missed():
@@ -251,7 +252,9 @@ def test_a_member_with_another_secret_knows_at_once_and_is_mentioned_when_it_is_
     assert bad.conn in net.dropped
     net.tick(3.5)
     net.run()
-    assert "did not know the secret (it claimed to be rank 1 of 2)" in good.got(JoinRejected)[0].text
+    assert (
+        "did not know the secret (it claimed to be rank 1 of 2)" in good.got(JoinRejected)[0].text
+    )
 
 
 def test_a_member_that_ignores_the_wrong_proof_of_the_hub_gets_nowhere():
@@ -276,10 +279,10 @@ def test_another_version_is_answered_with_ours():
     assert conn in net.dropped
     member = MemberMachine(secret=SECRET, rank=0, nranks=1, nonce=nonce(1))
     member.handle(Start(now=0.0))
-    answer = bytes(net.raw[conn]).replace(b"\x04\x00\x01", b"\x04\x00\x07")
+    answer = bytes(net.raw[conn]).replace(b"\x04\x00\x02", b"\x04\x00\x07")
     (_, rejected) = member.handle(Received(now=0.0, data=answer))
     assert rejected == HubRejected(
-        kind="version", reason="the hub speaks version 7, this is version 1"
+        kind="version", reason="the hub speaks version 7, this is version 2"
     )
     assert (
         framing.decode(bytes(net.raw[conn])[4:], {Unsupported.KIND: Unsupported}) == Unsupported()
@@ -460,7 +463,7 @@ def test_a_member_whose_hub_sends_an_altered_frame_ends_the_connection():
     assert a.machine.state is MemberState.CLOSED
 
 
-# --- the job ------------------------------------------------------------------------------------------------------------
+# --- the job ---
 
 
 def test_gathers_with_different_tags_overlap_and_rounds_of_one_tag_keep_their_order():
@@ -518,8 +521,8 @@ def test_ranks_of_the_hubs_own_process_hear_last_what_all_are_told():
         _gather(member, b"x")
     for word in (
         lambda: _gather(d, b"x"),
-        lambda: a.send(NoticeMessage(group=0, rank=0, payload=b"{}")),
-        lambda: send_both(a, answer, NoticeMessage(group=0, rank=0, payload=b"{}")),
+        lambda: a.send(NoticeMessage(group=0, rank=0, seq=1, payload=b"{}")),
+        lambda: send_both(a, answer, NoticeMessage(group=0, rank=0, seq=1, payload=b"{}")),
         lambda: net.disconnect(d),
         lambda: net.close_hub(),
     ):
@@ -552,7 +555,7 @@ def test_a_gather_with_a_rank_that_is_gone_is_not_kept():
 
 def test_notices_reach_all_others_with_the_true_sender():
     net, members = meet(4)
-    members[2].send(NoticeMessage(group=0, rank=0, payload=b"{}"))  # it claims to be rank 0
+    members[2].send(NoticeMessage(group=0, rank=0, seq=1, payload=b"{}"))  # it claims to be rank 0
     net.run()
     for member in members:
         notices = member.got(NoticeMessage)
@@ -612,7 +615,7 @@ def test_a_group_is_a_job_in_the_job():
         member.send(OpenGroup(group=77, ranks=(3, 1)))
     _gather(d, b"d", group=77)
     _gather(b, b"b", group=77)
-    b.send(NoticeMessage(group=77, rank=1, payload=b"{}"))
+    b.send(NoticeMessage(group=77, rank=1, seq=1, payload=b"{}"))
     net.run()
     assert b.got(Gathered)[0].parts == (b"d", b"b")  # in the order of the group
     assert d.got(NoticeMessage)[0].group == 77
@@ -647,7 +650,7 @@ def test_who_opens_a_group_late_hears_who_left_it():
         OpenGroup(group=9, ranks=(1, 99)),
         OpenGroup(group=9, ranks=()),
         OpenGroup(group=0, ranks=(1,)),
-        NoticeMessage(group=9, rank=1, payload=b""),
+        NoticeMessage(group=9, rank=1, seq=1, payload=b""),
     ],
 )
 def test_a_rank_that_breaks_the_rules_is_dropped_and_counts_as_lost(message):
@@ -666,7 +669,7 @@ def test_two_parts_for_one_gather_break_the_rules():
     assert "twice" in net.dropped[b.conn]
 
 
-# --- any course of events -----------------------------------------------------------------------------------------------
+# --- any course of events ---
 
 _ACTIONS = st.sampled_from(
     ["arrive", "stranger", "gather", "notify", "die", "leave", "move", "tick", "garbage", "open"]
@@ -705,7 +708,7 @@ def _act(net: Net, who: Member, action: str, step: int) -> None:
     if action == "gather":
         _gather(who, b"x", tag=str(step), timeout=2.0)
     elif action == "notify":
-        who.send(NoticeMessage(group=0, rank=who.rank, payload=b"{}"))
+        who.send(NoticeMessage(group=0, rank=who.rank, seq=1, payload=b"{}"))
     elif action == "die":
         net.disconnect(who)
     elif action == "leave":
@@ -726,19 +729,20 @@ def test_a_member_can_be_replayed():
     assert [type(event) for event in log] == [Start, Received]
 
 
-# --- tables and words ---------------------------------------------------------------------------------------------------
+# --- tables and words ---
 
 
 @pytest.mark.parametrize(
-    ("table", "states", "start"),
+    ("table", "states", "starts"),
     [
-        (PEER_TRANSITIONS, PeerState, PeerState.HELLO),
-        (JOB_TRANSITIONS, JobState, JobState.GATHERING),
-        (MEMBER_TRANSITIONS, MemberState, MemberState.NEW),
+        (PEER_TRANSITIONS, PeerState, {PeerState.HELLO}),
+        (JOB_TRANSITIONS, JobState, {JobState.GATHERING, JobState.RECOVERING}),
+        (MEMBER_TRANSITIONS, MemberState, {MemberState.NEW}),
+        (SEARCH_TRANSITIONS, SearchState, {SearchState.DIALING}),
     ],
 )
-def test_every_state_of_a_table_can_be_reached(table, states, start):
-    reached, frontier = {start}, [start]
+def test_every_state_of_a_table_can_be_reached(table, states, starts):
+    reached, frontier = set(starts), list(starts)
     while frontier:
         here = frontier.pop()
         for (state, _), then in table.items():
@@ -756,7 +760,9 @@ def test_an_unexpected_word_is_a_protocol_error():
 def test_a_command_in_the_wrong_state_is_refused():
     machine = MemberMachine(secret=SECRET, rank=0, nranks=2, nonce=nonce(1))
     with pytest.raises(ProtocolError):
-        machine.handle(SendMessage(now=0.0, message=NoticeMessage(group=0, rank=0, payload=b"{}")))
+        machine.handle(
+            SendMessage(now=0.0, message=NoticeMessage(group=0, rank=0, seq=1, payload=b"{}"))
+        )
 
 
 @pytest.mark.parametrize(

@@ -136,18 +136,19 @@ def test_text_is_utf8_and_a_flag_is_a_bit():
             loopback=True,
             timeout_total=1,
             timeout_left=1,
+            standby_port=1,
         )
     )
     assert body.count(b"ab") == 1
     with pytest.raises(ProtocolError, match="UTF-8"):
         framing.decode(body.replace(b"ab", b"\xff\xfe"), TO_HUB)
     with pytest.raises(ProtocolError, match="flag"):
-        framing.decode(body[:-17] + b"\x02" + body[-16:], TO_HUB)
+        framing.decode(body[:-21] + b"\x02" + body[-20:], TO_HUB)
 
 
 def test_a_number_that_does_not_fit_its_field_is_the_senders_fault():
     with pytest.raises(InvalidUsage, match="cannot encode"):
-        framing.encode(NoticeMessage(group=-1, rank=0, payload=b""))
+        framing.encode(NoticeMessage(group=-1, rank=0, seq=0, payload=b""))
 
 
 _json = st.recursive(

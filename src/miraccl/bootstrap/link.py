@@ -341,7 +341,7 @@ class Link:
             self._check_open(group)
             if self._hub_failure is not None:
                 return self._hub_failure
-            self._send_message(NoticeMessage(group=group, rank=self.rank, payload=payload))
+            self._send_message(NoticeMessage(group=group, rank=self.rank, seq=0, payload=payload))
             return None
 
     def query_status(

@@ -34,7 +34,7 @@ from miraccl.errors import AuthenticationError, ProtocolError
 from miraccl.wire.framing import encode_frame
 
 #: Version of the control protocol. Both sides must have the same.
-VERSION = 1
+VERSION = 2
 MAGIC = b"MRCL"
 #: Largest job: a bound for tables, not a measurement.
 MAX_RANKS = 1 << 20

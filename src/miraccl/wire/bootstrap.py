@@ -36,6 +36,7 @@ class JobState(enum.Enum):
     """The job as the hub sees it."""
 
     GATHERING = "ranks arrive"
+    RECOVERING = "the successor of a hub waits for the survivors"
     FORMED = "all ranks are in"
     FAILED = "the rendezvous failed; late ranks are rejected with the reason"
     FINISHED = "nothing left to do"
@@ -48,6 +49,7 @@ class MemberState(enum.Enum):
     HELLO = "Hello sent"
     PROVED = "the hub has proved itself"
     JOINING = "Proof and Join sent"
+    REJOINING = "Proof and Rejoin sent to the successor of a hub"
     WAITING = "accepted, waits for the other ranks"
     UP = "in the job"
     LEAVING = "Goodbye sent"
@@ -58,6 +60,7 @@ PEER_TRANSITIONS: dict[tuple[PeerState, str], PeerState] = {
     (PeerState.HELLO, "Hello"): PeerState.PROOF,
     (PeerState.PROOF, "Proof"): PeerState.JOIN,
     (PeerState.JOIN, "Join"): PeerState.WAITING,
+    (PeerState.JOIN, "Rejoin"): PeerState.WAITING,
     (PeerState.WAITING, "complete"): PeerState.UP,
     (PeerState.WAITING, "Goodbye"): PeerState.GONE,
     (PeerState.UP, "Goodbye"): PeerState.GONE,
@@ -71,6 +74,7 @@ PEER_TRANSITIONS: dict[tuple[PeerState, str], PeerState] = {
             "StatusQuery",
             "StatusReply",
             "LeaveGroup",
+            "Replayed",
         )
     },
 }
@@ -78,6 +82,8 @@ PEER_TRANSITIONS: dict[tuple[PeerState, str], PeerState] = {
 JOB_TRANSITIONS: dict[tuple[JobState, str], JobState] = {
     (JobState.GATHERING, "complete"): JobState.FORMED,
     (JobState.GATHERING, "fail"): JobState.FAILED,
+    (JobState.RECOVERING, "complete"): JobState.FORMED,
+    (JobState.RECOVERING, "fail"): JobState.FAILED,
     (JobState.FORMED, "all gone"): JobState.FINISHED,
     (JobState.FAILED, "all notified"): JobState.FINISHED,
     **{(state, "close"): JobState.FINISHED for state in JobState},
@@ -88,6 +94,9 @@ MEMBER_TRANSITIONS: dict[tuple[MemberState, str], MemberState] = {
     (MemberState.HELLO, "Challenge"): MemberState.PROVED,
     (MemberState.HELLO, "Unsupported"): MemberState.CLOSED,
     (MemberState.PROVED, "join"): MemberState.JOINING,
+    (MemberState.PROVED, "rejoin"): MemberState.REJOINING,
+    (MemberState.REJOINING, "Resumed"): MemberState.UP,
+    (MemberState.REJOINING, "JoinRejected"): MemberState.CLOSED,
     (MemberState.JOINING, "Accepted"): MemberState.WAITING,
     (MemberState.JOINING, "JoinRejected"): MemberState.CLOSED,
     (MemberState.WAITING, "JoinRejected"): MemberState.CLOSED,
@@ -95,7 +104,12 @@ MEMBER_TRANSITIONS: dict[tuple[MemberState, str], MemberState] = {
     (MemberState.UP, "HubClosing"): MemberState.CLOSED,
     **{
         (state, "leave"): MemberState.LEAVING
-        for state in (MemberState.JOINING, MemberState.WAITING, MemberState.UP)
+        for state in (
+            MemberState.JOINING,
+            MemberState.REJOINING,
+            MemberState.WAITING,
+            MemberState.UP,
+        )
     },
     **{
         (state, "leave"): MemberState.CLOSED
@@ -104,7 +118,14 @@ MEMBER_TRANSITIONS: dict[tuple[MemberState, str], MemberState] = {
     **{(state, "lost"): MemberState.CLOSED for state in MemberState},
     **{
         (MemberState.UP, m): MemberState.UP
-        for m in ("Gathered", "GatherTimeout", "NoticeMessage", "StatusQuery", "StatusReply")
+        for m in (
+            "Gathered",
+            "GatherTimeout",
+            "GatherMissing",
+            "NoticeMessage",
+            "StatusQuery",
+            "StatusReply",
+        )
     },
     **{(MemberState.UP, m): MemberState.UP for m in ("LeaveGroup", "Gone", "send")},
 }
@@ -162,6 +183,15 @@ class Tick:
     """Input: the clock passed ``deadline()``."""
 
     now: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankDead:
+    """Input of a successor: the process of a rank that has not rejoined does not exist any more."""
+
+    now: float
+    rank: int
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from miraccl.wire.bootstrap import format_ranks
 from miraccl.wire.bootstrap_messages import (
     Gather,
     Gathered,
+    GatherMissing,
     GatherTimeout,
     LeaveGroup,
     NoticeMessage,
@@ -57,9 +58,10 @@ class Groups:
         self._groups: dict[int, _Group] = {}
         self._rounds: dict[tuple[int, str, int], _Round] = {}  # by group, tag and number
 
-    def open_world(self, nranks: int) -> None:
-        """Open group ``WORLD``: all ranks have joined."""
+    def open_world(self, nranks: int, gone: Iterable[int] = ()) -> None:
+        """Open group ``WORLD``: all ranks have joined, except those that are ``gone`` already."""
         self._nranks = nranks
+        self._gone.update(gone)
         self._groups[WORLD] = _Group(ranks=tuple(range(nranks)))
 
     def deadlines(self) -> Iterator[float]:
@@ -95,7 +97,9 @@ class Groups:
         elif isinstance(message, NoticeMessage):
             self._send(
                 group.others(rank),
-                NoticeMessage(group=message.group, rank=rank, payload=message.payload),
+                NoticeMessage(
+                    group=message.group, rank=rank, seq=message.seq, payload=message.payload
+                ),
             )
         elif isinstance(message, StatusQuery):
             self._send(
@@ -109,6 +113,12 @@ class Groups:
                 LeaveGroup(group=message.group, rank=rank, reason=message.reason),
             )
             self._end_rounds(message.group)
+
+    def request_missing(self) -> None:
+        """Ask for the parts of incomplete gathers that ranks may have sent to the lost hub only."""
+        for (number, tag, round_), gather in self._rounds.items():
+            missing = [r for r in self._groups[number].ranks if r not in gather.parts]
+            self._send(missing, GatherMissing(group=number, tag=tag, round=round_))
 
     def _open(self, rank: int, message: OpenGroup) -> None:
         ranks = message.ranks

@@ -12,7 +12,7 @@ job in ``bootstrap_groups``. Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from miraccl.wire.bootstrap import (
     Finished,
     JobState,
     PeerState,
+    RankDead,
     Received,
     Send,
     Tick,
@@ -45,10 +46,19 @@ from miraccl.wire.bootstrap_messages import (
     HubClosing,
     Join,
     JoinRejected,
+    Rejoin,
     RejectCode,
+    Replayed,
+    Resumed,
     Welcome,
+    pack_gone,
+    unpack_gone,
 )
 from miraccl.wire.framing import FrameReader, encode
+
+
+#: Time (seconds) that the successor of a hub gives the survivors to come to it.
+REJOIN_SECONDS = 5.0
 
 
 @dataclass(kw_only=True)
@@ -102,10 +112,50 @@ class HubMachine:
         self._groups = Groups(self._broadcast)
         self._out: list[Any] = []
         self._own: set[int] = set()  # connections of the hub's own process
+        # of a successor:
+        self._tokens: tuple[bytes, ...] = ()
+        self._recover_until = 0.0
+        self._replaying: set[int] = set()  # ranks that have not sent Replayed
+
+    @classmethod
+    def successor(
+        cls,
+        *,
+        secret: bytes,
+        token: bytes,
+        tokens: Sequence[bytes],
+        gone: Iterable[Gone],
+        now: float,
+        log: list[Any] | None = None,
+    ) -> HubMachine:
+        """Return the machine of a hub that succeeds a lost one.
+
+        ``tokens``: process tokens of the job by rank; ``gone``: ranks known to be gone. It waits
+        for the others until ``now + REJOIN_SECONDS``.
+        """
+        hub = cls(secret=secret, token=token, nranks=len(tokens), log=log)
+        hub.state = JobState.RECOVERING
+        hub._tokens = tuple(tokens)
+        hub._gone = {each.rank: each for each in gone}
+        hub._recover_until = now + REJOIN_SECONDS
+        return hub
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not rejoined yet; empty unless the machine recovers."""
+        if self.state is not JobState.RECOVERING:
+            return []
+        return [
+            rank
+            for rank in range(len(self._tokens))
+            if rank not in self._ranks and rank not in self._gone
+        ]
 
     # --- inputs ---
 
-    def handle(self, event: Connected | Received | Disconnected | Tick | CloseHub) -> list[Any]:
+    def handle(
+        self, event: Connected | Received | Disconnected | Tick | CloseHub | RankDead
+    ) -> list[Any]:
         """Take one input; return ``Send``, ``Drop`` and ``Finished`` records in order.
 
         Those for the hub's own process come last: it may exit as soon as it has received them.
@@ -123,6 +173,8 @@ class HubMachine:
                 self._remove(self._peers[event.conn], event.reason, event.now)
         elif isinstance(event, CloseHub):
             self._close(event.reason, event.now)
+        elif isinstance(event, RankDead):
+            self._rank_dead(event)
         else:
             self._tick(event.now)
         self._finish_if_done(event.now)
@@ -143,6 +195,8 @@ class HubMachine:
         times += [peer.deadline for peer in self._peers.values() if peer.state is PeerState.JOIN]
         if self.state is JobState.GATHERING:
             times += [peer.deadline for peer in self._ranks.values()]
+        elif self.state is JobState.RECOVERING:
+            times.append(self._recover_until)
         elif self.state is JobState.FAILED:
             times.append(self._linger_until)
         return min([*times, *self._groups.deadlines()], default=None)
@@ -154,7 +208,7 @@ class HubMachine:
             assert peer.conn == conn
             assert peer.state in (PeerState.JOIN, PeerState.WAITING, PeerState.UP)
             if peer.state is not PeerState.JOIN:
-                assert peer.join is not None
+                assert peer.join is not None or self._tokens
                 assert self._ranks[peer.rank] is peer
                 assert (peer.state is PeerState.UP) == (self.state is JobState.FORMED)
         for rank, peer in self._ranks.items():
@@ -237,6 +291,10 @@ class HubMachine:
         state = advance(PEER_TRANSITIONS, peer.state, type(message).__name__)
         if isinstance(message, Join):
             self._join(peer, message, now)
+        elif isinstance(message, Rejoin):
+            self._rejoin(peer, message, now)
+        elif isinstance(message, Replayed):
+            self._replayed(peer.rank)
         elif isinstance(message, Goodbye):
             self._drop(peer, message.reason, now, left=True)
         else:
@@ -250,6 +308,11 @@ class HubMachine:
         peer.join = join
         if join.token == self._token:
             self._own.add(peer.conn)
+        if self._tokens:
+            text = f"rank {rank} is taken: the job at this control plane has formed"
+            refused = JoinRejected(code=RejectCode.ALREADY_FORMED, text=text, ranks=(rank,))
+            self._reject(peer, refused, now)
+            return
         if self._failure is not None:
             self._linger_until = max(self._linger_until, now + join.timeout_left)
             self._reject(peer, self._failure, now)
@@ -284,6 +347,75 @@ class HubMachine:
         self._send(peer, Accepted())
         if len(self._ranks) == self.nranks:
             self._complete()
+
+    def _rejoin(self, peer: _Peer, message: Rejoin, now: float) -> None:
+        rank = peer.rank
+        if (
+            self.state is JobState.GATHERING
+            or peer.hello.nranks != self.nranks
+            or message.token != self._tokens[rank]
+        ):
+            raise ProtocolError(f"rank {rank} is not a rank of this job")
+        if message.token == self._token:
+            self._own.add(peer.conn)
+        before = self._ranks.get(rank)
+        if self.state is not JobState.RECOVERING or rank in self._gone:
+            text = f"the job has gone on without rank {rank}"
+            self._reject(peer, JoinRejected(code=RejectCode.LOST, text=text, ranks=(rank,)), now)
+            return
+        if before is not None:
+            self._out.append(Drop(conn=before.conn, reason=f"rank {rank} has reconnected"))
+            self._discard(before)
+        self._ranks[rank] = peer
+        peer.state = advance(PEER_TRANSITIONS, peer.state, "Rejoin")
+        # A rank that is here lives, whatever another one has seen of it.
+        for gone in unpack_gone(message):
+            if gone.rank < len(self._tokens) and gone.rank not in self._ranks:
+                self._gone.setdefault(gone.rank, gone)
+        self._resume_if_complete()
+
+    def _rank_dead(self, event: RankDead) -> None:
+        if event.rank in self.missing:
+            self._gone[event.rank] = Gone(rank=event.rank, left=False, reason=event.reason)
+            self._resume_if_complete()
+
+    def _resume_if_complete(self) -> None:
+        if self.missing:
+            return
+        self.state = advance(JOB_TRANSITIONS, self.state, "complete")
+        self._groups.open_world(len(self._tokens), self._gone)
+        self._replaying = set(self._ranks)
+        for peer in self._ranks.values():
+            peer.state = advance(PEER_TRANSITIONS, peer.state, "complete")
+        self._broadcast(self._ranks, Resumed(**pack_gone(self._gone.values())))
+
+    def _give_up_missing(self, now: float) -> None:
+        """Continue without the ranks that did not rejoin, if the others are the majority.
+
+        A minority may be on the wrong side of a network partition: it must not go on as a job of
+        its own. Of two equal halves the one with the lowest rank is the majority.
+        """
+        missing, here = self.missing, len(self._ranks)
+        lowest = min([*missing, *self._ranks], default=-1)
+        if 2 * here < here + len(missing) or (here == len(missing) and lowest in missing):
+            text = (
+                f"cannot take over the control plane: only {format_ranks(list(self._ranks))} of "
+                f"{here + len(missing)} living ranks can reach it, not {format_ranks(missing)}"
+            )
+            self._linger_until = now + REJOIN_SECONDS
+            self._fail(JoinRejected(code=RejectCode.LOST, text=text, ranks=()), now)
+            return
+        for rank in missing:
+            reason = f"it did not reach the new control plane within {REJOIN_SECONDS:g} s"
+            self._gone[rank] = Gone(rank=rank, left=False, reason=reason)
+        self._resume_if_complete()
+
+    def _replayed(self, rank: int) -> None:
+        """Note that a rank has sent all again; after the last one, ask for missing parts."""
+        if rank in self._replaying:
+            self._replaying.discard(rank)
+            if not self._replaying:
+                self._groups.request_missing()
 
     def _reject_reconnect(self, peer: _Peer, before: _Peer, now: float) -> None:
         """Reject a rank whose connection was cut before ``Welcome``: the job has started without
@@ -375,6 +507,8 @@ class HubMachine:
             late = [peer for peer in self._ranks.values() if peer.deadline <= now]
             if late:
                 self._fail(self._missing(late[0]), now)
+        elif self.state is JobState.RECOVERING and now >= self._recover_until:
+            self._give_up_missing(now)
         self._groups.tick(now)
 
     def _rank_gone(self, peer: _Peer, gone: Gone) -> None:
@@ -383,6 +517,7 @@ class HubMachine:
         self._discard(peer)
         self._broadcast(self._ranks, gone)
         self._groups.remove_rank(peer.rank)
+        self._replayed(peer.rank)
 
     # --- ends ---
 
@@ -398,6 +533,9 @@ class HubMachine:
             self._rank_gone(peer, Gone(rank=peer.rank, left=left, reason=reason))
             return
         self._discard(peer)
+        if state is PeerState.WAITING and self.state is JobState.RECOVERING and left:
+            self._gone[peer.rank] = Gone(rank=peer.rank, left=True, reason=reason)
+            self._resume_if_complete()
         if state is PeerState.WAITING and self.state is JobState.GATHERING:
             verb = "left" if left else "died"
             code = RejectCode.LEFT if left else RejectCode.DIED
@@ -415,7 +553,7 @@ class HubMachine:
     def _close(self, reason: str, now: float) -> None:
         if self.state is JobState.FINISHED:
             return
-        if self.state is JobState.GATHERING and self._ranks:
+        if self.state in (JobState.GATHERING, JobState.RECOVERING) and self._ranks:
             self._fail(
                 JoinRejected(
                     code=RejectCode.CLOSED,

@@ -37,7 +37,7 @@ from miraccl.wire.bootstrap import (
     Tick,
     advance,
 )
-from miraccl.wire.bootstrap_messages import TO_MEMBER, Goodbye, HubClosing, Join
+from miraccl.wire.bootstrap_messages import TO_MEMBER, Goodbye, HubClosing, Join, Rejoin
 from miraccl.wire.framing import FrameReader, encode, encode_frame
 
 _HANDSHAKE = (MemberState.NEW, MemberState.HELLO, MemberState.PROVED)
@@ -97,6 +97,7 @@ class MemberMachine:
         assert self.state is MemberState.CLOSED or early == (self._handshake is None)
         joined = self.state in (
             MemberState.JOINING,
+            MemberState.REJOINING,
             MemberState.WAITING,
             MemberState.UP,
             MemberState.LEAVING,
@@ -167,7 +168,10 @@ class MemberMachine:
 
     def _send_message(self, message: Any) -> None:
         if isinstance(message, Join):
-            self._prove(message)
+            self._prove(message, "join")
+            return
+        if isinstance(message, Rejoin):
+            self._prove(message, "rejoin")
             return
         if isinstance(message, Goodbye):
             self.state = advance(MEMBER_TRANSITIONS, self.state, "leave")
@@ -178,15 +182,15 @@ class MemberMachine:
             self.state = advance(MEMBER_TRANSITIONS, self.state, "send")
         self._seal(message)
 
-    def _prove(self, join: Join) -> None:
-        self.state = advance(MEMBER_TRANSITIONS, self.state, "join")
+    def _prove(self, message: Join | Rejoin, event: str) -> None:
+        self.state = advance(MEMBER_TRANSITIONS, self.state, event)
         assert self._handshake is not None
         self._out.append(
             Send(data=encode_frame(encode(Proof(proof=self._handshake.member_proof()))))
         )
         self._sealer, self._opener = self._handshake.member_side()
         self._reader.limit = framing.MAX_FRAME_BYTES
-        self._seal(join)
+        self._seal(message)
 
     def _seal(self, message: Any) -> None:
         assert self._sealer is not None

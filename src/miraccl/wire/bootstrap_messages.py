@@ -8,8 +8,11 @@ sender; the hub sets it and does not trust the sender's value.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+from miraccl.errors import ProtocolError
 
 Layout = tuple[tuple[str, str], ...]
 
@@ -23,7 +26,8 @@ class RejectCode(enum.IntEnum):
     DIED = 4
     LEFT = 5
     CLOSED = 6
-    ALREADY_FORMED = 7  # the job at this hub has met without this process
+    ALREADY_FORMED = 7  # the job at this hub has formed without this process
+    LOST = 8  # the successor of a hub counts this rank as lost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +36,8 @@ class Join:
 
     ``host``, ``network``, ``token``: fingerprints of its host, its loopback and its process.
     ``loopback``: ranks that share it may use it to reach this one. ``timeout_left`` of its
-    ``timeout_total`` seconds remain to wait for the others.
+    ``timeout_total`` seconds remain to wait for the others. ``standby_port``: port at which this rank listens in case it has to
+    succeed the hub, 0 if it cannot.
     """
 
     host: str
@@ -43,6 +48,7 @@ class Join:
     loopback: bool
     timeout_total: float
     timeout_left: float
+    standby_port: int
 
     KIND: ClassVar[int] = 16
     LAYOUT: ClassVar[Layout] = (
@@ -54,6 +60,7 @@ class Join:
         ("loopback", "flag"),
         ("timeout_total", "time"),
         ("timeout_left", "time"),
+        ("standby_port", "u32"),
     )
 
 
@@ -156,12 +163,24 @@ class GatherTimeout:
 
 @dataclass(frozen=True, kw_only=True)
 class NoticeMessage:
+    """A notice to all other ranks of the group.
+
+    ``seq`` numbers the notices of one rank from 1, so that receivers recognise those that the rank
+    sends again to the successor of a hub.
+    """
+
     group: int
     rank: int
+    seq: int
     payload: bytes
 
     KIND: ClassVar[int] = 24
-    LAYOUT: ClassVar[Layout] = (("group", "u64"), ("rank", "u32"), ("payload", "bytes"))
+    LAYOUT: ClassVar[Layout] = (
+        ("group", "u64"),
+        ("rank", "u32"),
+        ("seq", "u32"),
+        ("payload", "bytes"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,20 +256,105 @@ class HubClosing:
     LAYOUT: ClassVar[Layout] = (("reason", "text"),)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rejoin:
+    """A rank of a formed job comes to the successor of its hub.
+
+    ``token``: that of its ``Join``. ``gone``, ``left``, ``reasons``: the ranks that it knows to be
+    gone, whether each of them left in good order, and why.
+    """
+
+    token: bytes
+    gone: tuple[int, ...]
+    left: tuple[int, ...]
+    reasons: tuple[str, ...]
+
+    KIND: ClassVar[int] = 31
+    LAYOUT: ClassVar[Layout] = (
+        ("token", "bytes"),
+        ("gone", "u32s"),
+        ("left", "u32s"),
+        ("reasons", "texts"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """All survivors have rejoined; ``gone``, ``left``, ``reasons`` as in ``Rejoin``, of all ranks."""
+
+    gone: tuple[int, ...]
+    left: tuple[int, ...]
+    reasons: tuple[str, ...]
+
+    KIND: ClassVar[int] = 32
+    LAYOUT: ClassVar[Layout] = (("gone", "u32s"), ("left", "u32s"), ("reasons", "texts"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """The rank has sent all again that the lost hub may not have completed."""
+
+    KIND: ClassVar[int] = 33
+    LAYOUT: ClassVar[Layout] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherMissing:
+    """Other ranks still wait in this all_gather: the rank sends its part again if it has one."""
+
+    group: int
+    tag: str
+    round: int
+
+    KIND: ClassVar[int] = 34
+    LAYOUT: ClassVar[Layout] = (("group", "u64"), ("tag", "text"), ("round", "u32"))
+
+
+def pack_gone(gone: Iterable[Gone]) -> dict[str, Any]:
+    """Return the fields ``gone``, ``left`` and ``reasons`` of ``Rejoin`` and ``Resumed``."""
+    all_gone = list(gone)
+    return {
+        "gone": tuple(each.rank for each in all_gone),
+        "left": tuple(int(each.left) for each in all_gone),
+        "reasons": tuple(each.reason for each in all_gone),
+    }
+
+
+def unpack_gone(message: Rejoin | Resumed) -> list[Gone]:
+    """Return the records that ``pack_gone`` packed; raises ``ProtocolError``."""
+    if not len(message.gone) == len(message.left) == len(message.reasons):
+        raise ProtocolError("the lists of a message about lost ranks differ in length")
+    return [
+        Gone(rank=rank, left=bool(left), reason=reason)
+        for rank, left, reason in zip(message.gone, message.left, message.reasons, strict=True)
+    ]
+
+
 def _table(*records: type[Any]) -> dict[int, type[Any]]:
     return {record.KIND: record for record in records}
 
 
 #: What the hub may receive, and what a member may receive.
 TO_HUB = _table(
-    Join, OpenGroup, Gather, NoticeMessage, StatusQuery, StatusReply, LeaveGroup, Goodbye
+    Join,
+    Rejoin,
+    Replayed,
+    OpenGroup,
+    Gather,
+    NoticeMessage,
+    StatusQuery,
+    StatusReply,
+    LeaveGroup,
+    Goodbye,
 )
 TO_MEMBER = _table(
     Accepted,
     JoinRejected,
     Welcome,
+    Resumed,
     Gathered,
     GatherTimeout,
+    GatherMissing,
     NoticeMessage,
     StatusQuery,
     StatusReply,
