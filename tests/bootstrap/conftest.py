@@ -33,8 +33,8 @@ def patience_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], De
     monkeypatch.setattr(
         join,
         "_join",
-        lambda sock, remote, deadline: replace(
-            original(sock, remote, deadline), timeout_left=deadline.seconds
+        lambda sock, remote, deadline, port: replace(
+            original(sock, remote, deadline, port), timeout_left=deadline.seconds
         ),
     )
     return lambda seconds: Deadline(seconds=seconds, at=time.monotonic() + PATIENCE)

@@ -166,7 +166,9 @@ def test_a_member_that_probes_ports_is_not_confused_by_other_services(answer):
 def test_a_service_that_is_no_hub_is_named_at_the_deadline(answer):
     with odd_service(answer) as odd:
         unique_id = UniqueId(addresses=(("127.0.0.1", odd),), secret=b"s" * 32)
-        with pytest.raises(BootstrapError, match=f"cannot reach the control plane.*127.0.0.1:{odd}"):
+        with pytest.raises(
+            BootstrapError, match=f"cannot reach the control plane.*127.0.0.1:{odd}"
+        ):
             connect(unique_id, 1, 2, 0.15)
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from miraccl.api.communicator import Communicator
-from miraccl.bootstrap import Session, link
+from miraccl.bootstrap import Session, control_link
 from miraccl.deadline import Deadline
 from miraccl.errors import MiracclError
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
@@ -97,7 +97,7 @@ class Clock:
     """Deadline that passes while rank 0 waits for rank 1, which waits for rank 0's error."""
 
     def __init__(self, me: Rank) -> None:
-        link.GRACE_SECONDS = LIMIT_S  # the hub reports late ranks
+        control_link.GRACE_SECONDS = LIMIT_S  # the hub reports late ranks
         self._rank, self._gather, self._over = me.rank, me.world.all_gather, False
         self._gather(b"", "ready", LIMIT_S)
 

@@ -12,7 +12,7 @@ import pytest
 
 import miraccl
 from miraccl import Communicator
-from miraccl.bootstrap import Session, link
+from miraccl.bootstrap import Session, control_link
 from miraccl.clock import VirtualClock, use
 from miraccl.deadline import Deadline
 from miraccl.errors import (
@@ -97,7 +97,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Clock:
     clock = Clock(getattr(request, "param", "fabric ready"))
     monkeypatch.setattr(Session, "all_gather", lambda *args: clock.all_gather(*args))
-    monkeypatch.setattr(link, "GRACE_SECONDS", 20.0)  # for the hub, which tells who is late
+    monkeypatch.setattr(control_link, "GRACE_SECONDS", 20.0)  # for the hub, which tells who is late
     return clock
 
 

@@ -72,8 +72,8 @@ class Dialer:
     the monotonic clock. ``probing``: a wrong secret or version at an address is not an error, as
     another service may listen there. ``not_before``: times before which socket addresses are not
     tried. ``give_up_after_refusals``: seconds in which every connection is refused, after which the
-    search ends early. ``last_nonce``: nonce of a connection that was cut. ``poll`` is called every
-    so often and may raise to end the search. Raises ``SystemFailure`` if the search cannot start.
+    search ends early. ``last_nonce``: nonce of a connection that was cut. ``poll`` is called at
+    least every ``interval`` seconds and may raise to end the search. Raises ``SystemFailure`` if the search cannot start.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class Dialer:
         not_before: Mapping[tuple[object, ...], float] | None = None,
         give_up_after_refusals: float = float("inf"),
         last_nonce: bytes = b"",
+        interval: float = MAX_SELECT_SECONDS,
         poll: Callable[[], None] = lambda: None,
     ) -> None:
         self._targets, self._secret, self._rank, self._nranks = targets, secret, rank, nranks
@@ -98,6 +99,7 @@ class Dialer:
             poll,
         )
         self._give_up_after_refusals, self._last_nonce = give_up_after_refusals, last_nonce
+        self._interval = interval
         self._endpoints: dict[tuple[object, ...], _Endpoint] = {}
         self._unresolved: dict[str, str] = dict.fromkeys((host for host, _ in targets), "not tried")
         self._lookups: list[Lookup] = []
@@ -106,6 +108,7 @@ class Dialer:
         self._verdict: tuple[str, HubRejected] | None = None
         self._verdict_at = float("inf")
         self.hub: tuple[object, ...] = ()  # socket address of the hub once it is found
+        self.connected = False  # once, to whatever listens there
         with as_system_failure("cannot search for the control plane of the job", rank=rank):
             self._selector = selectors.DefaultSelector()
 
@@ -148,6 +151,13 @@ class Dialer:
             for attempt in self._attempts:
                 attempt.sock.close()
             self._selector.close()
+
+    @property
+    def refused(self) -> bool:
+        """True if no address answers and at least one has a host that refuses connections."""
+        refused = [e.refused_since < float("inf") for e in self._endpoints.values()]
+        tried = all(e.next_try > 0 for e in self._endpoints.values())
+        return tried and any(refused) and not self._attempts
 
     def _explain(self) -> str:
         for attempt in self._attempts:
@@ -262,7 +272,7 @@ class Dialer:
             else []
         )
         ready = clock.wait_io(
-            self._selector.select, min(max(0.0, min(times) - now), MAX_SELECT_SECONDS)
+            self._selector.select, min(max(0.0, min(times) - now), self._interval)
         )
         proved = [key.data for key, _ in ready if self._advance(key.data)]
         now = clock.monotonic()
@@ -283,7 +293,7 @@ class Dialer:
             except OSError as error:  # reset, for example by a listener that closed
                 self._end(attempt, error.strerror or str(error), error.errno == errno.ECONNREFUSED)
                 return False
-            attempt.started = True
+            attempt.started = self.connected = True
             attempt.give_up = clock.monotonic() + ANSWER_SECONDS
             self._selector.modify(attempt.sock, selectors.EVENT_READ, attempt)
             return self._apply(attempt, attempt.machine.handle(Start(now=clock.monotonic())))

@@ -16,7 +16,7 @@ import functools
 import selectors
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ from miraccl.wire.bootstrap import (
     Drop,
     Finished,
     JobState,
+    RankDead,
     Received,
     Send,
     Tick,
@@ -50,6 +51,8 @@ ACCEPTS_PER_WAKEUP = 64  # so that a flood of connections does not delay the ran
 READ_BYTES = 1 << 18
 #: A rank with more unsent bytes counts as lost: it has not read for a long time.
 MAX_UNSENT_BYTES = 512 << 20
+#: Interval (seconds) at which a successor looks whether missing ranks are dead.
+PROBE_SECONDS = 0.25
 MAX_SELECT_SECONDS = 3600.0  # epoll counts milliseconds in 32 bits
 CLOSE_SECONDS = 2.0  # for a rank to read its last message and hang up
 
@@ -75,6 +78,16 @@ class _Connection:
     close_by: float = 0.0
 
 
+@dataclass(kw_only=True, eq=False)
+class _Probe:
+    """A connection to a standby port, which tells whether a process lives."""
+
+    rank: int
+    sock: socket.socket
+    done: bool = False
+    refused: bool = False
+
+
 class HubServer:
     """A running hub. It owns the listening sockets.
 
@@ -87,11 +100,15 @@ class HubServer:
         listeners: Sequence[socket.socket],
         machine: HubMachine,
         next_machine: Callable[[], HubMachine] | None = None,
+        standby: Mapping[int, Sequence[tuple[str, int]]] | None = None,
     ) -> None:
         self._machine, self._next_machine = machine, next_machine
         self._formed: list[HubMachine] = []  # machines of earlier jobs that still run
         self._listeners = list(listeners)
         self._connections: dict[int, _Connection] = {}
+        self._standby = standby or {}
+        self._probes: dict[int, list[_Probe]] = {}  # by rank
+        self._probe_at = clock.monotonic() + PROBE_SECONDS if standby else None
         self._next_conn = 1
         self._close_reason: str | None = None
         self._listen_again_at: float | None = None
@@ -186,6 +203,7 @@ class HubServer:
                 self._machine.deadline(),
                 *(m.deadline() for m in self._formed),
                 self._listen_again_at,
+                self._probe_at,
             )
             if t is not None
         ]
@@ -195,6 +213,8 @@ class HubServer:
         now = clock.monotonic()
         if self._listen_again_at is not None and now >= self._listen_again_at:
             self._listen_again()
+        if self._probe_at is not None and now >= self._probe_at:
+            self._probe_missing(now)
         for machine in [*self._formed, self._machine]:
             deadline = machine.deadline()
             if deadline is not None and deadline <= now:
@@ -211,6 +231,8 @@ class HubServer:
             self._wakeup.clear()
         elif isinstance(data, socket.socket):
             self._accept(data)
+        elif isinstance(data, _Probe):
+            self._end_probe(data)
         elif data.conn in self._connections:
             if mask & selectors.EVENT_WRITE:
                 self._flush(data)
@@ -367,6 +389,54 @@ class HubServer:
             sock.close()
         self._listeners.clear()
         self._listen_again_at = None
+
+    # --- ranks that have not come to a successor ---
+
+    def _probe_missing(self, now: float) -> None:
+        """Connect to the standby ports of the missing ranks: a dead process refuses that."""
+        missing = self._machine.missing
+        for rank in [rank for rank in missing if rank not in self._probes]:
+            self._probes[rank] = [
+                probe
+                for address in self._standby.get(rank, ())
+                if (probe := self._start_probe(rank, address)) is not None
+            ]
+            self._judge_probes(rank)
+        self._probe_at = now + PROBE_SECONDS if missing else None
+
+    def _start_probe(self, rank: int, address: tuple[str, int]) -> _Probe | None:
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        with contextlib.suppress(OSError):
+            probe = _Probe(rank=rank, sock=socket.socket(family, socket.SOCK_STREAM))
+            probe.sock.setblocking(False)
+            problem = probe.sock.connect_ex(address)
+            probe.done, probe.refused = problem != errno.EINPROGRESS, problem == errno.ECONNREFUSED
+            if not probe.done:
+                self._selector.register(probe.sock, selectors.EVENT_WRITE, probe)
+            return probe
+        return None
+
+    def _end_probe(self, probe: _Probe) -> None:
+        problem = probe.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        probe.done, probe.refused = True, problem == errno.ECONNREFUSED
+        self._selector.unregister(probe.sock)
+        self._judge_probes(probe.rank)
+
+    def _judge_probes(self, rank: int) -> None:
+        """Count a rank as dead if no address answers and one refuses the connection."""
+        probes = self._probes[rank]
+        if not all(probe.done for probe in probes):
+            return
+        del self._probes[rank]
+        dead = any(probe.refused for probe in probes)
+        for probe in probes:
+            with contextlib.suppress(OSError):  # of an address that answered
+                probe.sock.getpeername()
+                dead = False
+            probe.sock.close()
+        if dead:
+            reason = "its process has ended"
+            self._feed(self._machine, RankDead(now=clock.monotonic(), rank=rank, reason=reason))
 
     # --- fork ---
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import socket
@@ -9,11 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from miraccl import clock, params
+from miraccl.bootstrap.control_link import Membership
 from miraccl.bootstrap.dial import ControlPlaneUnreachable, Dialer
+from miraccl.bootstrap.failover import Standby
 from miraccl.bootstrap.host import host_fingerprint, network_fingerprint, process_token
 from miraccl.bootstrap.hub import HubServer
 from miraccl.bootstrap.interfaces import choose_addresses, is_loopback, rail_addresses
-from miraccl.bootstrap.link import HubDisconnected, JobAlreadyFormed, Link, Membership, RankTaken
+from miraccl.bootstrap.link import HubDisconnected, JobAlreadyFormed, RankTaken, SocketLink
 from miraccl.bootstrap.session import Session, single_rank_session
 from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.deadline import Deadline
@@ -190,7 +193,7 @@ class _JoinAttempts:
     last_nonce: bytes = b""  # the nonce of the connection that was cut
     not_before: dict[tuple[object, ...], float] = field(default_factory=dict)
 
-    def run(self) -> tuple[Link, Membership]:
+    def run(self) -> tuple[SocketLink, Membership]:
         formed: JobAlreadyFormed | None = None
         while True:
             hub: tuple[object, ...] = ()
@@ -243,11 +246,24 @@ class _JoinAttempts:
             poll=self.poll,
         )
 
-    def _join_hub(self, sock: socket.socket, machine: MemberMachine) -> tuple[Link, Membership]:
-        try:  # until the link owns the socket
-            join = _join(sock, self.remote, self.deadline)
-            link = Link(sock, machine, rank=self.rank, nranks=self.nranks)
+    def _loopback(self, sock: socket.socket) -> str:
+        """Return the hub's address if all ranks of the job use loopback, else an empty text.
+
+        Such ranks need no standby port that other hosts can reach.
+        """
+        with contextlib.suppress(OSError):  # the hub has hung up
+            return str(sock.getpeername()[0]) if self.remote is None else ""
+        return ""
+
+    def _join_hub(
+        self, sock: socket.socket, machine: MemberMachine
+    ) -> tuple[SocketLink, Membership]:
+        standby = Standby(self.secret, loopback=self._loopback(sock))
+        try:  # until the link owns the sockets
+            join = _join(sock, self.remote, self.deadline, standby.port)
+            link = SocketLink(sock, machine, rank=self.rank, nranks=self.nranks, standby=standby)
         except BaseException:
+            standby.close()
             sock.close()
             raise
         try:
@@ -257,7 +273,9 @@ class _JoinAttempts:
             raise
 
 
-def _join(sock: socket.socket, remote: str | None, deadline: Deadline) -> Join:
+def _join(
+    sock: socket.socket, remote: str | None, deadline: Deadline, standby_port: int = 0
+) -> Join:
     """Return the ``Join`` of this rank.
 
     It announces the address that leads to the hub, or to the hub's own network. Raises
@@ -278,4 +296,5 @@ def _join(sock: socket.socket, remote: str | None, deadline: Deadline) -> Join:
         loopback=loopback,
         timeout_total=deadline.seconds,
         timeout_left=max(0.001, deadline.left),
+        standby_port=standby_port,
     )

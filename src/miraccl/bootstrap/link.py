@@ -1,8 +1,9 @@
-"""A rank's control connection: socket, machine and watcher thread.
+"""Control connection of a rank over TCP: socket, machine and watcher thread.
 
-A session and all sessions split from it share one link. It owns the socket and the thread. Calls
-come from any thread and are serialised by one lock. Only the watcher reads; it wakes blocked calls
-under the lock and runs callbacks without it. Ranks in this file are those of the whole job.
+The link owns the socket, the thread and the standby port at which this rank listens in case it has
+to succeed the hub. Only the watcher reads; it wakes blocked calls under the lock and runs callbacks
+without it. When the connection to the hub breaks, the watcher looks for the successor
+(``failover.py``); calls in progress wait for that, until their own deadlines.
 """
 
 from __future__ import annotations
@@ -11,24 +12,22 @@ import contextlib
 import selectors
 import socket
 import threading
-from collections import deque
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from miraccl import clock, trace
 from miraccl.bootstrap import lifetime
+from miraccl.bootstrap.control_link import GRACE_SECONDS, ControlLink, Membership
 from miraccl.bootstrap.eventfd import EventFd
+from miraccl.bootstrap.failover import Failover, LinkClosed, Standby
 from miraccl.bootstrap.hub import READ_BYTES, end_sending
 from miraccl.errors import (
     BootstrapError,
     CommunicatorClosed,
-    InvalidUsage,
     PeerDied,
     ProtocolError,
     as_system_failure,
 )
-from miraccl.params import FOREVER
 from miraccl.sockets import is_transient
 from miraccl.wire import framing
 from miraccl.wire.bootstrap import (
@@ -41,77 +40,25 @@ from miraccl.wire.bootstrap import (
     Send,
     SendMessage,
 )
+from miraccl.wire.bootstrap_failover import Outcome
 from miraccl.wire.bootstrap_member import MemberMachine
 from miraccl.wire.bootstrap_messages import (
     Accepted,
-    Gather,
-    Gathered,
-    GatherTimeout,
     Gone,
     Goodbye,
     Join,
     JoinRejected,
-    LeaveGroup,
-    NoticeMessage,
-    OpenGroup,
     RejectCode,
-    StatusQuery,
-    StatusReply,
+    Rejoin,
+    Resumed,
     Welcome,
+    pack_gone,
 )
 
 _log = trace.logger("bootstrap")
-#: The hub keeps the deadlines; a member waits this much longer (seconds) for its message.
-GRACE_SECONDS = 1.0
 GOODBYE_SECONDS = 1.0
 #: Interval at which a rank that waits for the others polls (seconds).
 POLL_SECONDS = 0.1
-
-
-class LinkObserver(Protocol):
-    """A session as its link calls it: on the watcher thread, without the lock."""
-
-    def peer_gone(self, rank: int, left: bool, reason: str) -> None: ...
-    def hub_gone(self, rank: int, left: bool, reason: str) -> None: ...
-    def notice(self, rank: int, payload: bytes) -> None: ...
-    def status_requested(self, rank: int, ident: int) -> bytes: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class WaitFailure:
-    """Reason why a blocked call ended without a result.
-
-    ``kind``: lost or left (a rank), hub or hub left, late (deadline), silent (no answer of the
-    hub), ended (by this rank) or closed.
-    """
-
-    kind: str
-    ranks: tuple[int, ...] = ()
-    reason: str = ""
-
-
-@dataclass(kw_only=True)
-class _Waiter:
-    group: int
-    ranks: tuple[int, ...]
-    parts: tuple[bytes, ...] | None = None
-    failure: WaitFailure | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.parts is not None or self.failure is not None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Membership:
-    """Result of the rendezvous.
-
-    ``members``: the ``Join`` of each rank. ``hub_rank``: rank in whose process the hub runs, -1 for
-    a launcher's.
-    """
-
-    members: tuple[Join, ...]
-    hub_rank: int
 
 
 class RankTaken(BootstrapError):
@@ -129,42 +76,38 @@ class HubDisconnected(Exception):
     """The hub closed the connection before it accepted the rank; another attempt may succeed."""
 
 
-class Link:
-    """Control connection of one rank.
+class SocketLink(ControlLink):
+    """Link over TCP to the hub of a job, and to its successors.
 
     Takes over a connected socket whose machine waits for ``Join``, unless it raises
-    ``SystemFailure``.
+    ``SystemFailure``; ``standby`` in any case.
     """
 
     def __init__(
-        self, sock: socket.socket, machine: MemberMachine, *, rank: int, nranks: int
+        self,
+        sock: socket.socket,
+        machine: MemberMachine,
+        *,
+        rank: int,
+        nranks: int,
+        standby: Standby | None = None,
     ) -> None:
-        self.rank, self.nranks = rank, nranks
-        self.membership: Membership | None = None
+        super().__init__(rank=rank, nranks=nranks)
         self._address = _peer_address(sock)
-        self._sock, self._machine = sock, machine
-        self._cond = clock.condition(threading.Lock())
+        self._sock, self._machine, self.standby = sock, machine, standby
         self._unsent = bytearray()
-        self._observers: dict[int, LinkObserver] = {}
-        self._group_ranks: dict[int, tuple[int, ...]] = {}
-        self._gone: dict[int, WaitFailure] = {}
-        self._left: dict[tuple[int, int], WaitFailure] = {}
-        self._hub_failure: WaitFailure | None = None
-        self._refused: JoinRejected | None = None
+        self._rejected: JoinRejected | None = None
         self._hub_lost: HubLost | None = None
-        self._rounds: dict[tuple[int, str], int] = {}
-        self._waiters: dict[tuple[int, str, int], _Waiter] = {}
-        self._ended: dict[tuple[int, str], WaitFailure] = {}
-        self._status: dict[int, dict[int, bytes]] = {}
-        self._status_ident = 0
-        self._callbacks: deque[Callable[[], None]] = deque()
-        self._closed = False
+        self._failover: Failover | None = None
+        self._hub_is_silent = False  # it has not answered Rejoin in time
         self._stopped = clock.event()
         self._thread = clock.thread(target=self._watch, name=f"miraccl-watcher-{rank}", daemon=True)
         with (
             as_system_failure("cannot watch the control connection", rank=rank),
             contextlib.ExitStack() as unless_it_runs,
         ):
+            if standby is not None:
+                unless_it_runs.callback(standby.close)
             self._selector = unless_it_runs.enter_context(selectors.DefaultSelector())
             self._wakeup = EventFd()
             unless_it_runs.callback(self._wakeup.close)
@@ -174,7 +117,7 @@ class Link:
             unless_it_runs.pop_all()
         lifetime.links.add(self)
 
-    # --- meeting ---
+    # --- rendezvous ---
 
     def join(self, join: Join, deadline: float, poll: Callable[[], None]) -> Membership:
         """Send ``join`` and wait for all ranks.
@@ -184,18 +127,18 @@ class Link:
         rejected), ``JobAlreadyFormed`` or ``HubDisconnected``.
         """
         with self._cond:
-            self._send_message(join)
+            self._send(join)
             left = GRACE_SECONDS
-            while not (self.membership or self._refused or self._hub_lost) and left > 0:
+            while not (self.membership or self._rejected or self._hub_lost) and left > 0:
                 poll()
                 left = deadline + GRACE_SECONDS - clock.monotonic()
                 self._cond.wait(min(max(0.0, left), POLL_SECONDS))
             if self.membership is not None:
                 return self.membership
-            refused, lost = self._refused, self._hub_lost
+            rejected, lost = self._rejected, self._hub_lost
         self.close("the rendezvous failed")
-        if refused is not None:
-            raise _rejection_error(refused, self.rank)
+        if rejected is not None:
+            raise _rejection_error(rejected, self.rank)
         if lost is not None and lost.state in (MemberState.PROVED, MemberState.JOINING):
             raise HubDisconnected(lost.reason)
         if lost is not None:
@@ -209,64 +152,10 @@ class Link:
             rank=self.rank,
         )
 
-    # --- views ---
-
-    def attach(self, group: int, ranks: tuple[int, ...], observer: LinkObserver) -> None:
-        """Attach a session to a group and deliver the departures that it missed.
-
-        Group 0 exists from the start; others are opened at the hub.
-        """
-        with self._cond:
-            self._check_open()
-            self._observers[group], self._group_ranks[group] = observer, ranks
-            if group:
-                self._send_message(OpenGroup(group=group, ranks=ranks))
-            for rank, failure in self._gone.items():
-                if rank in ranks:
-                    self._queue_callback(
-                        observer.peer_gone, rank, failure.kind == "left", failure.reason
-                    )
-        self._wakeup.notify()
-
-    def detach(self, group: int, reason: str) -> None:
-        """Leave a group; the last session to detach closes the connection."""
-        with self._cond:
-            if self._observers.pop(group, None) is None:
-                return
-            for waiter in self._waiters.values():
-                if waiter.group == group and not waiter.done:
-                    waiter.failure = WaitFailure(
-                        kind="closed", reason="the session was closed by another thread"
-                    )
-            self._ended = {key: failure for key, failure in self._ended.items() if key[0] != group}
-            self._cond.notify_all()
-            if self._observers and self._machine.state is MemberState.UP:
-                self._send_message(LeaveGroup(group=group, rank=self.rank, reason=reason))
-            last = not self._observers
-        if last:
-            self.close(reason)
-
-    def close(self, reason: str) -> None:
-        """Say goodbye, wait for the hub to hang up, end the watcher.
-
-        May be called twice and from any thread.
-        """
-        with self._cond:
-            if not self._closed:
-                self._closed = True
-                if self._machine.state is not MemberState.CLOSED:
-                    self._send_message(Goodbye(reason=reason))
-        self._wakeup.notify()
-        if self._thread is threading.current_thread():
-            return
-        if not self._stopped.wait(GOODBYE_SECONDS):
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
-        self._thread.join(GOODBYE_SECONDS)
+    # --- contract ---
 
     @property
     def hub_name(self) -> str:
-        """Name of the hub for error messages: ``rank 0's control plane at HOST:PORT``."""
         rank = self.membership.hub_rank if self.membership is not None else 0
         owner = f"rank {rank}'s" if rank >= 0 else "the launcher's"
         return f"{owner} control plane at {self._address}"
@@ -275,135 +164,43 @@ class Link:
     def on_watcher(self) -> bool:
         return self._thread is threading.current_thread()
 
-    def _check_open(self, group: int | None = None) -> None:
-        """Raise if the link is closed, or if the session of ``group`` has detached. Needs the lock."""
-        if self._closed or (group is not None and group not in self._observers):
-            raise CommunicatorClosed("the session is closed", rank=self.rank)
-
-    # --- calls ---
-
-    def gather(
-        self, group: int, tag: str, data: bytes, timeout: float
-    ) -> tuple[bytes, ...] | WaitFailure:
-        """Return the parts of all ranks of the group in its order, or the reason why there are
-        none.
-        """
+    def close(self, reason: str) -> None:
+        """Say goodbye, wait for the hub to hang up, end the watcher."""
+        with self._cond:
+            if not self._closed:
+                self._closed = True
+                if self._machine.state is not MemberState.CLOSED:
+                    self._send(Goodbye(reason=reason))
+        self._wakeup.notify()
         if self.on_watcher:
-            raise InvalidUsage(
-                (
-                    "cannot wait for other ranks in a callback of a session: hand the event to "
-                    "another thread"
-                ),
-                rank=self.rank,
-            )
-        timeout = min(max(timeout, 0.0), FOREVER)
-        with self._cond:
-            self._check_open(group)
-            ranks = self._group_ranks[group]
-            if len(data) * len(ranks) + 64 * len(ranks) + 1024 > framing.MAX_FRAME_BYTES:
-                raise InvalidUsage(
-                    f"cannot all_gather {len(data)} bytes per rank over the control plane: "
-                    f"at most {framing.MAX_FRAME_BYTES} bytes in all",
-                    rank=self.rank,
-                )
-            failure = self._ended.get((group, tag)) or self._group_failure(group)
-            if failure is not None:
-                return failure
-            number = self._rounds.get((group, tag), 0)
-            self._rounds[group, tag] = number + 1
-            waiter = _Waiter(group=group, ranks=ranks)
-            key = (group, tag, number)
-            self._waiters[key] = waiter
-            try:
-                self._send_message(
-                    Gather(group=group, tag=tag, round=number, timeout=timeout, data=data)
-                )
-                self._cond.wait_for(lambda: waiter.done, timeout + GRACE_SECONDS)
-            finally:
-                del self._waiters[key]
-            if waiter.parts is not None:
-                return waiter.parts
-            return waiter.failure or WaitFailure(
-                kind="silent", reason=f"{self.hub_name} does not answer"
-            )
+            return
+        if not self._stopped.wait(GOODBYE_SECONDS):
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+        self._thread.join(GOODBYE_SECONDS)
 
-    def end_gather(self, group: int, tag: str, reason: str) -> None:
-        """End this rank's ``gather`` calls with this tag, now and later. Any thread may call it."""
-        with self._cond:
-            failure = self._ended[group, tag] = WaitFailure(kind="ended", reason=reason)
-            for (waiting, name, _), waiter in self._waiters.items():
-                if (waiting, name) == (group, tag) and not waiter.done:
-                    waiter.failure = failure
-            self._cond.notify_all()
+    def drain(self, timeout: float) -> None:
+        caught_up = clock.event()
 
-    def notify(self, group: int, payload: bytes) -> WaitFailure | None:
-        with self._cond:
-            self._check_open(group)
-            if self._hub_failure is not None:
-                return self._hub_failure
-            self._send_message(NoticeMessage(group=group, rank=self.rank, seq=0, payload=payload))
-            return None
+        def read() -> None:
+            if self._machine.state is not MemberState.CLOSED:
+                self._read()  # it may have arrived while the watcher ran earlier callbacks
+            self._queue_callback(caught_up.set)
 
-    def query_status(
-        self, group: int, timeout: float, without: Collection[int] = ()
-    ) -> tuple[dict[int, bytes], dict[int, WaitFailure]]:
-        """Return the status replies by rank, and the failures of ranks that cannot reply.
+        if not self.on_watcher and not self._stopped.is_set():
+            self.run_on_watcher(read)
+            caught_up.wait(timeout)
 
-        Ranks of ``without`` are not waited for.
-        """
-        if self.on_watcher:
-            raise InvalidUsage(
-                (
-                    "cannot wait for other ranks in a callback of a session: hand the event to "
-                    "another thread"
-                ),
-                rank=self.rank,
-            )
-        with self._cond:
-            self._check_open(group)
-            ranks = self._group_ranks[group]
-            ident = self._status_ident = (self._status_ident + 1) & 0xFFFFFFFF
-            replies: dict[int, bytes] = {}
-            self._status[ident] = replies
-            if self._hub_failure is None:
-                self._send_message(StatusQuery(group=group, rank=self.rank, ident=ident))
+    def _wake_watcher(self) -> None:
+        self._wakeup.notify()
 
-                def complete() -> bool:
-                    awaited = (
-                        r for r in ranks if r not in (self.rank, *without) and r not in replies
-                    )
-                    return self._hub_failure is not None or all(
-                        self._failure(group, r) for r in awaited
-                    )
-
-                self._cond.wait_for(complete, min(timeout, FOREVER))
-            del self._status[ident]
-            absent = {r: failure for r in ranks if (failure := self._failure(group, r)) is not None}
-            if self._hub_failure is not None:
-                absent |= {r: self._hub_failure for r in ranks if r not in absent}
-            return dict(replies), absent
-
-    def gone(self, group: int) -> list[int]:
-        """Return the ranks of the group that are known to have died or left it."""
-        with self._cond:
-            return [
-                rank for rank in self._group_ranks[group] if self._failure(group, rank) is not None
-            ]
-
-    def _failure(self, group: int, rank: int) -> WaitFailure | None:
-        """Return the reason why a rank is no longer in the group, None if it is."""
-        return self._gone.get(rank) or self._left.get((group, rank))
-
-    def _group_failure(self, group: int) -> WaitFailure | None:
-        for rank in self._group_ranks[group]:
-            failure = self._failure(group, rank)
-            if failure is not None:
-                return failure
-        return self._hub_failure
+    def _transmit(self, message: Any) -> None:
+        if self._failover is None or self._machine.state is MemberState.UP:
+            self._send(message)
 
     # --- machine ---
 
-    def _send_message(self, message: Any) -> None:
+    def _send(self, message: Any) -> None:
         """Send one message. Needs the lock."""
         try:
             self._apply(self._machine.handle(SendMessage(now=clock.monotonic(), message=message)))
@@ -419,9 +216,9 @@ class Link:
             elif isinstance(output, MessageArrived):
                 self._handle_message(output.message)
             elif isinstance(output, HubLost):
-                self._hub_gone(output)
+                self._lost_hub(output)
             elif isinstance(output, Drop):
-                continue  # the watcher ends once the machine is closed
+                continue  # the watcher sees that the machine is closed
         self._flush()
 
     def _flush(self) -> None:
@@ -439,34 +236,12 @@ class Link:
             self._wakeup.notify()
 
     def _handle_message(self, message: Any) -> None:
-        if isinstance(message, Gathered | GatherTimeout):
-            self._gather_ended(message)
-        elif isinstance(message, Gone):
-            self._peer_gone(message)
-        elif isinstance(message, LeaveGroup):
-            failure = WaitFailure(kind="left", ranks=(message.rank,), reason=message.reason)
-            self._left[message.group, message.rank] = failure
-            self._fail_waits(failure, lambda waiter: waiter.group == message.group)
-            if message.group in self._observers:
-                self._queue_callback(
-                    self._observers[message.group].peer_gone, message.rank, True, message.reason
-                )
-        elif isinstance(message, NoticeMessage):
-            if message.group in self._observers:
-                self._queue_callback(
-                    self._observers[message.group].notice, message.rank, message.payload
-                )
-        elif isinstance(message, StatusQuery):
-            self._queue_callback(self._reply_status, message)
-        elif isinstance(message, StatusReply):
-            if message.ident in self._status:
-                self._status[message.ident][message.rank] = message.payload
-        elif isinstance(message, Welcome):
+        if isinstance(message, Welcome):
             self._welcomed(message)
         elif isinstance(message, JoinRejected):
-            self._refused = message
-        else:
-            assert isinstance(message, Accepted)
+            self._rejected = message
+        elif not isinstance(message, Accepted):
+            super()._handle_message(message)
         self._cond.notify_all()
 
     def _welcomed(self, message: Welcome) -> None:
@@ -476,147 +251,157 @@ class Link:
             members = ()
         if len(members) != self.nranks:
             text = f"{self.hub_name} sent a malformed list of ranks"
-            self._refused = JoinRejected(code=RejectCode.CLOSED, text=text, ranks=())
+            self._rejected = JoinRejected(code=RejectCode.CLOSED, text=text, ranks=())
             return
         holders = [rank for rank, member in enumerate(members) if member.token == message.hub_token]
         self.membership = Membership(members=members, hub_rank=holders[0] if holders else -1)
 
-    def _gather_ended(self, message: Gathered | GatherTimeout) -> None:
-        waiter = self._waiters.get((message.group, message.tag, message.round))
-        if waiter is None or waiter.done:
-            return
-        if isinstance(message, GatherTimeout):
-            waiter.failure = WaitFailure(kind="late", ranks=message.missing)
-        elif len(message.parts) == len(waiter.ranks):
-            waiter.parts = message.parts
+    def _resumed(self, message: Resumed) -> None:
+        assert self._failover is not None
+        self._failover.handle(Outcome.RESUMED)
+        self._failover = None
+        super()._resumed(message)
 
-    def _peer_gone(self, message: Gone) -> None:
-        failure = WaitFailure(
-            kind="left" if message.left else "lost", ranks=(message.rank,), reason=message.reason
-        )
-        self._gone[message.rank] = failure
-        self._fail_waits(failure, lambda waiter: message.rank in waiter.ranks)
-        for group, view in self._observers.items():
-            if message.rank in self._group_ranks[group] and (group, message.rank) not in self._left:
-                self._queue_callback(view.peer_gone, message.rank, message.left, message.reason)
+    # --- loss of the hub ---
 
-    def _hub_gone(self, output: HubLost) -> None:
+    def _lost_hub(self, output: HubLost) -> None:
+        """Note the loss; the watcher then looks for the successor. Needs the lock."""
         self._hub_lost = output
         self._cond.notify_all()
         if self.membership is None or self._closed:
             return
-        rank = self.membership.hub_rank
-        known = self._gone.get(rank)
-        left = output.left or (known is not None and known.kind == "left")
-        reason = output.reason if known is None else known.reason
-        self._hub_failure = WaitFailure(
-            kind="hub left" if left else "hub", ranks=(rank,) if rank >= 0 else (), reason=reason
-        )
-        if rank >= 0 and known is None:
-            self._gone[rank] = WaitFailure(
-                kind="left" if left else "lost", ranks=(rank,), reason=reason
-            )
-        self._fail_waits(self._hub_failure, lambda waiter: True)
-        for view in self._observers.values():
-            self._queue_callback(view.hub_gone, rank if known is None else -1, left, reason)
+        if self._failover is not None and self._rejected is not None:
+            self._failover.handle(Outcome.REJECTED, self._rejected.text)
+        elif self._failover is not None and self._hub_is_silent:
+            self._failover.handle(Outcome.SILENT, output.reason)
+        else:
+            self._count_hub_process_as_gone(output)
+            if self._failover is None:
+                self._failover = Failover(self, output)
+            else:
+                self._failover.handle(Outcome.LOST, output.reason)
+        self._rejected, self._hub_is_silent = None, False
 
-    def _fail_waits(self, failure: WaitFailure, concerns: Callable[[_Waiter], bool]) -> None:
-        for waiter in self._waiters.values():
-            if not waiter.done and concerns(waiter):
-                waiter.failure = failure
-        self._cond.notify_all()
+    def _count_hub_process_as_gone(self, lost: HubLost) -> None:
+        """The ranks of a hub's process die with it, unless it closed the hub in good order."""
+        assert self.membership is not None
+        members, hub = self.membership.members, self.membership.hub_rank
+        if lost.left or hub < 0 or members[hub].token == members[self.rank].token:
+            return
+        for rank, member in enumerate(members):
+            if member.token == members[hub].token:
+                self._rank_gone(Gone(rank=rank, left=False, reason=lost.reason))
+
+    def departed(self) -> list[Gone]:
+        """Ranks that are gone, for the failover."""
+        return list(self._gone.values())
+
+    def poll(self) -> None:
+        """Run the callbacks, for the failover; raises ``LinkClosed``."""
+        self._run_callbacks()
+        if self._closed:
+            raise LinkClosed
+
+    def _find_successor(self) -> bool:
+        """Connect to the successor of the hub, or become it. False: there is none, or the end."""
+        failover = self._failover
+        if failover is None or self._closed:
+            return False
+        try:
+            found = failover.run()
+        except LinkClosed:
+            return False
+        with self._cond:
+            if self._closed:
+                return False
+            if found is None:
+                self._control_plane_lost(failover.left, failover.reason)
+                return False
+            sock, machine, rank = found
+            self._selector.unregister(self._sock)
+            self._sock.close()
+            self._sock, self._machine, self._address = sock, machine, _peer_address(sock)
+            self._unsent.clear()
+            self._selector.register(self._sock, selectors.EVENT_READ)
+            assert self.membership is not None
+            self.membership = Membership(members=self.membership.members, hub_rank=rank)
+            token = self.membership.members[self.rank].token
+            self._send(Rejoin(token=token, **pack_gone(self._gone.values())))
+        return True
 
     # --- watcher ---
 
-    def _queue_callback(self, call: Callable[..., Any], *args: Any) -> None:
-        self._callbacks.append(lambda: call(*args))
-
-    def run_on_watcher(self, call: Callable[[], None]) -> None:
-        """Run ``call`` on the watcher thread."""
-        self._callbacks.append(call)
-        self._wakeup.notify()
-
-    def drain(self, timeout: float) -> None:
-        """Wait until the watcher has handled everything received so far, at most ``timeout``
-        seconds.
-        """
-        caught_up = clock.event()
-
-        def look() -> None:
-            if self._machine.state is not MemberState.CLOSED:
-                self._read()  # it may have arrived while the watcher ran earlier callbacks
-            self._queue_callback(caught_up.set)
-
-        if not self.on_watcher and not self._stopped.is_set():
-            self.run_on_watcher(look)
-            caught_up.wait(timeout)
-
-    def _reply_status(self, ask: StatusQuery) -> None:
-        view = self._observers.get(ask.group)
-        payload = (
-            framing.encode_json({"answered": True, "closed": True})
-            if view is None
-            else view.status_requested(ask.rank, ask.ident)
-        )
-        with self._cond, contextlib.suppress(CommunicatorClosed):
-            self._send_message(
-                StatusReply(group=ask.group, rank=ask.rank, ident=ask.ident, payload=payload)
-            )
-
     def _watch(self) -> None:
-        selector = self._selector
         try:
-            while self._machine.state is not MemberState.CLOSED:
-                selector.modify(
-                    self._sock,
-                    selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0),
-                )
-                for key, mask in clock.wait_io(selector.select, None):
-                    if key.fileobj is self._wakeup:
-                        self._wakeup.clear()
-                        continue
-                    if mask & selectors.EVENT_WRITE:
-                        with self._cond:
-                            self._flush()
-                    if mask & selectors.EVENT_READ:
-                        self._read()
-                self._run_callbacks()
+            self._serve()
+            while self._find_successor():
+                self._serve()
         except Exception:
             _log.exception("the watcher of rank %d failed", self.rank)
         finally:
-            with self._cond:
-                self._apply(
-                    self._machine.handle(
-                        Disconnected(now=clock.monotonic(), reason="the watcher ended")
-                    )
-                )
-            self._stopped.set()
+            self._end()
+
+    def _serve(self) -> None:
+        """Handle the connection and the callbacks until the machine is closed."""
+        while self._machine.state is not MemberState.CLOSED:
+            self._selector.modify(
+                self._sock,
+                selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0),
+            )
+            for key, mask in clock.wait_io(self._selector.select, self._rejoin_time_left()):
+                if key.fileobj is self._wakeup:
+                    self._wakeup.clear()
+                    continue
+                if mask & selectors.EVENT_WRITE:
+                    with self._cond:
+                        self._flush()
+                if mask & selectors.EVENT_READ:
+                    self._read()
+            if self._rejoin_time_left() == 0:
+                self._hub_is_silent = True
+                self._disconnected("the new control plane did not answer")
             self._run_callbacks()
-            selector.close()
-            self._sock.close()
-            self._wakeup.close()
+
+    def _rejoin_time_left(self) -> float | None:
+        if self._failover is None or self._failover.rejoin_by == float("inf"):
+            return None
+        return max(0.0, self._failover.rejoin_by - clock.monotonic())
+
+    def _disconnected(self, reason: str) -> None:
+        with self._cond:
+            self._apply(self._machine.handle(Disconnected(now=clock.monotonic(), reason=reason)))
 
     def _read(self) -> None:
-        now = clock.monotonic()
-        event: Received | Disconnected
         try:
             data = self._sock.recv(READ_BYTES)
-            closed = "the control connection was closed; its process has probably ended"
-            event = Received(now=now, data=data) if data else Disconnected(now=now, reason=closed)
         except OSError as error:
-            if is_transient(error):
-                return
-            event = Disconnected(now=now, reason=f"the control connection broke ({error.strerror})")
+            if not is_transient(error):
+                self._disconnected(f"the control connection broke ({error.strerror})")
+            return
+        if not data:
+            self._disconnected("the control connection was closed; its process has probably ended")
+            return
         with self._cond:
-            self._apply(self._machine.handle(event))
+            self._apply(self._machine.handle(Received(now=clock.monotonic(), data=data)))
 
-    def _run_callbacks(self) -> None:
-        while self._callbacks:
-            call = self._callbacks.popleft()
-            try:
-                call()
-            except Exception:
-                _log.exception("a callback of rank %d failed", self.rank)
+    def _end(self) -> None:
+        with self._cond:
+            failed = not self._closed and self.membership is not None
+            if failed and self._hub_failure is None:  # the watcher itself failed
+                self._control_plane_lost(False, "the watcher ended")
+            self._failover = None
+            self._apply(
+                self._machine.handle(
+                    Disconnected(now=clock.monotonic(), reason="the watcher ended")
+                )
+            )
+        self._stopped.set()
+        self._run_callbacks()
+        self._selector.close()
+        self._sock.close()
+        self._wakeup.close()
+        if self.standby is not None:
+            self.standby.close()
 
     def forked(self) -> None:
         """Close the descriptors in a forked child, so that the parent's death is still seen."""
@@ -626,6 +411,8 @@ class Link:
         self._selector.close()
         self._sock.close()
         self._wakeup.close()
+        if self.standby is not None:
+            self.standby.close()
 
 
 def _peer_address(sock: socket.socket) -> str:
@@ -636,18 +423,20 @@ def _peer_address(sock: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _rejection_error(refused: JoinRejected, rank: int) -> BootstrapError | PeerDied:
-    peer = refused.ranks[0] if len(refused.ranks) == 1 else None
-    if refused.code == RejectCode.DIED:
-        return PeerDied(refused.text, rank=rank, peer=peer)
-    if refused.code == RejectCode.ALREADY_FORMED:
+def _rejection_error(rejected: JoinRejected, rank: int) -> BootstrapError | PeerDied:
+    peer = rejected.ranks[0] if len(rejected.ranks) == 1 else None
+    if rejected.code == RejectCode.DIED:
+        return PeerDied(rejected.text, rank=rank, peer=peer)
+    if rejected.code == RejectCode.ALREADY_FORMED:
         return JobAlreadyFormed(
-            refused.text,
+            rejected.text,
             rank=rank,
             peer=peer,
             hint="each process needs its own rank, and each job its own id or port",
         )
-    if refused.code == RejectCode.DUPLICATE:
-        return RankTaken(refused.text, rank=rank, peer=peer, hint="each process needs its own rank")
-    hint = "all ranks need the same nranks" if refused.code == RejectCode.NRANKS else None
-    return BootstrapError(refused.text, rank=rank, peer=peer, hint=hint)
+    if rejected.code == RejectCode.DUPLICATE:
+        return RankTaken(
+            rejected.text, rank=rank, peer=peer, hint="each process needs its own rank"
+        )
+    hint = "all ranks need the same nranks" if rejected.code == RejectCode.NRANKS else None
+    return BootstrapError(rejected.text, rank=rank, peer=peer, hint=hint)

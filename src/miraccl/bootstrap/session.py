@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from miraccl import trace
+from miraccl.bootstrap.control_link import ControlLink, Membership, WaitFailure
 from miraccl.bootstrap.events import HUB, Event, Notice, PeerLeft, PeerLost, StatusRequest
 from miraccl.bootstrap.host import host_fingerprint, network_fingerprint, process_token
 from miraccl.bootstrap.hub import HubServer
-from miraccl.bootstrap.link import Link, Membership, WaitFailure
 from miraccl.bootstrap.stacks import locate
 from miraccl.deadline import Deadline
 from miraccl.errors import (
@@ -56,7 +56,7 @@ class Session:
     def __init__(
         self,
         *,
-        link: Link | None,
+        link: ControlLink | None,
         membership: Membership,
         ranks: tuple[int, ...],
         rank: int,
@@ -300,13 +300,10 @@ class Session:
         kind = PeerLeft if left else PeerLost
         self._emit(kind(rank=self._local_rank_of[rank], reason=reason))
 
-    def hub_gone(self, rank: int, left: bool, reason: str) -> None:
-        """Handle the loss of the hub and the control plane; called by the link.
-
-        ``rank``: rank that is lost with it, -1 if there is none.
-        """
+    def control_plane_lost(self, left: bool, reason: str) -> None:
+        """Handle the loss of a hub that has no successor; called by the link."""
         kind = PeerLeft if left else PeerLost
-        self._emit(kind(rank=self._local_rank_of.get(rank, HUB), reason=reason))
+        self._emit(kind(rank=HUB, reason=reason))
 
     def notice(self, rank: int, payload: bytes) -> None:
         with contextlib.suppress(ProtocolError):
@@ -388,8 +385,8 @@ class Session:
 def _verb(failure: WaitFailure) -> str:
     return {
         "lost": "died",
-        "hub": "died, and the control plane with it",
-        "hub left": "left, and the control plane with it",
+        "hub": "was lost",
+        "hub left": "was closed",
     }.get(failure.kind, "left")
 
 
@@ -417,6 +414,7 @@ def single_rank_session(timeout: float = 60.0) -> Session:
         loopback=True,
         timeout_total=timeout,
         timeout_left=timeout,
+        standby_port=0,
     )
     return Session(
         link=None,

@@ -35,11 +35,16 @@ class Record(Protocol):
 R = TypeVar("R")
 
 
-def encode_frame(body: bytes) -> bytes:
-    if len(body) > MAX_FRAME_BYTES:
+def check_length(nbytes: int) -> None:
+    """Raise ``InvalidUsage`` if a frame body of ``nbytes`` is too long to send."""
+    if nbytes > MAX_FRAME_BYTES:
         raise InvalidUsage(
-            f"cannot send a control message of {len(body)} bytes: at most {MAX_FRAME_BYTES}"
+            f"cannot send a control message of {nbytes} bytes: at most {MAX_FRAME_BYTES}"
         )
+
+
+def encode_frame(body: bytes) -> bytes:
+    check_length(len(body))
     return HEADER.pack(len(body)) + body
 
 
