@@ -327,14 +327,14 @@ def test_a_rank_dies_while_the_others_shrink(tmp_path: Path) -> None:
 
 
 def test_the_hub_dies_with_its_rank(tmp_path: Path) -> None:
-    """Rank 0 holds the meeting point and is killed: the others raise as well, and cannot go on together."""
+    """The process of rank 0, which has the control plane, is killed; the others go on without it."""
     got = values(
         rank_outcomes(fault_ranks.hub_in_rank_0, 3, str(tmp_path / "death"), timeout=40), but=0
     )
     for value in got:
         assert value["type"] == "PeerDied", value
         assert value["after"] < SECONDS_TO_NOTICE
-        assert value["shrink"] in ("PeerDied", "CommunicatorClosed", "BootstrapError"), value
+    assert [value["shrunk"] for value in got] == [[0, 2, 2.0], [1, 2, 2.0]]
 
 
 # ---- from outside
