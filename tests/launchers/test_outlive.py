@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.jobs import RANK_PROGRAMS, Ended, free_port, run_together, torchrun
+from tests.launchers.jobs import RANK_PROGRAMS, CompletedJob, free_port, run_together, torchrun
 
 pytestmark = pytest.mark.multiprocess
 NRANKS = 8
 PROGRAM = str(RANK_PROGRAMS / "outlive.py")
 
 
-def check(ended: list[Ended], folder: Path) -> None:
+def check(ended: list[CompletedJob], folder: Path) -> None:
     for each in ended:
         assert each.status == 0, each.stderr
     report = json.loads((folder / "last.json").read_text())
