@@ -67,7 +67,7 @@ def survivor(join: Join, rank: int) -> Callable[[Connection], None]:
                 session.wait_until_delivered(PATIENCE)
                 pipe.send("notified")
             elif call == "notices":
-                until(lambda: argument in notices)
+                until(lambda n=argument: n in notices)  # type: ignore[misc]
                 pipe.send(notices)
             else:
                 session.close()

@@ -46,8 +46,8 @@ from miraccl.wire.bootstrap_messages import (
     HubClosing,
     Join,
     JoinRejected,
-    Rejoin,
     RejectCode,
+    Rejoin,
     Replayed,
     Resumed,
     Welcome,
@@ -55,7 +55,6 @@ from miraccl.wire.bootstrap_messages import (
     unpack_gone,
 )
 from miraccl.wire.framing import FrameReader, encode
-
 
 #: Time (seconds) that the successor of a hub gives the survivors to come to it.
 REJOIN_SECONDS = 5.0
