@@ -432,7 +432,7 @@ def deadlocks_in_different_calls(cases: Sequence[str]) -> list[dict[str, Any]]:
     """
     detector.FIRST_STREAM_PROBE_S, detector.HOST_POLL_S = 0.05, 0.1
     layout.BULK_MIN_BYTES, layout.CHUNK_BYTES, layout.BULK_BYTES = 5000, 1024, 6 * 1024
-    vars(blocked_ops)["only_thread"] = lambda: (
+    vars(blocked_ops)["only_application_thread"] = lambda: (
         threading.main_thread().ident
     )  # those of the emulated GPU are no program's
     with session() as world:
@@ -485,7 +485,7 @@ def completed_work() -> list[float]:
     Rank 1 waits for rank 0 on the CPU; rank 0 continues after several probes of its peers.
     """
     detector.FIRST_STREAM_PROBE_S, detector.HOST_POLL_S = 0.05, 0.1
-    vars(blocked_ops)["only_thread"] = lambda: threading.main_thread().ident
+    vars(blocked_ops)["only_application_thread"] = lambda: threading.main_thread().ident
     with rank(timeout=60.0) as me:
         comm, x, y = me.comm, me.zeros(10), np.ones(3)
         for _ in range(2):

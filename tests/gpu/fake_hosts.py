@@ -908,7 +908,7 @@ def gpu_and_cpu_calls(
     errors.
     """
     detector.FIRST_STREAM_PROBE_S, detector.HOST_POLL_S = 0.05, 0.1
-    vars(blocked_ops)["only_thread"] = lambda: (
+    vars(blocked_ops)["only_application_thread"] = lambda: (
         threading.main_thread().ident
     )  # those of the pretended driver are no program's
     errors = []
