@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -72,6 +73,18 @@ def test_explain_prints_reasons() -> None:
     assert "18 NVLinks of 20.6 GB/s (sm 90)" in " ".join(
         text.split()
     )  # lines are wrapped at the width of the terminal
+
+
+def test_piped_output_has_no_trailing_blanks() -> None:
+    lines = call("--topo", H100, "--explain").splitlines()
+    assert not [line for line in lines if line != line.rstrip()]
+    assert any(len(line) > 160 and line.startswith("  - ") for line in lines)
+
+
+def test_a_collective_without_an_algorithm() -> None:
+    data = json.loads(call("--topo", H100, "--json", "-", NCCL_ALGO="tree"))
+    assert data["tuning"]["choice"]["Broadcast"][0] == [8, None, None, 0, 0, 0]
+    assert re.search(r"^ +8 B +- +- +- +- +Tree/LL", call("--topo", H100, NCCL_ALGO="tree"), re.M)
 
 
 @pytest.mark.parametrize("what", ["--topo", "--accelerators", "NCCL_GRAPH_FILE"])

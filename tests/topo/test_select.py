@@ -80,6 +80,26 @@ def test_selected_gpus_are_ranked_in_selection_order():
     )  # switches without a GPU are gone
 
 
+def socket(numa: int, inside: str) -> str:
+    return f'<cpu numaid="{numa}" arch="x86_64" vendor="AuthenticAMD">{inside}</cpu>'
+
+
+def two_sockets(second: str) -> XmlNode:
+    """Return a tree with GPU 0 below one socket and GPU 1 with ``second`` below the other."""
+    one = pci("0000:01:00.0", '<gpu dev="0" rank="0" sm="80"/>')
+    two = pci("0000:81:00.0", '<gpu dev="1" rank="1" sm="80"/>')
+    text = f'<system version="1">{socket(0, one)}{socket(1, two + second)}</system>'
+    return parse_topology(text).root
+
+
+def test_unused_sockets_without_a_nic_are_dropped():
+    alone = select_topology(two_sockets(""), TopoOptions(gpus=(0,)))
+    assert [cpu.attrs["numaid"] for cpu in alone.children] == ["0"]
+    nic = pci("0000:82:00.0", '<nic><net dev="0"/></nic>', "0x020000")
+    with_nic = select_topology(two_sockets(nic), TopoOptions(gpus=(0,)))
+    assert [cpu.attrs["numaid"] for cpu in with_nic.children] == ["0", "1"]
+
+
 def test_invalid_selections():
     with pytest.raises(TopologyError, match="cannot select GPU 7: the topology has dev 0, 1, 2, 3"):
         select_topology(tree(FOUR), TopoOptions(gpus=(0, 7)))

@@ -199,7 +199,7 @@ def tuning_to_json(model: TuningModel) -> dict[str, Any]:
         "latencies": _table(model, "latency"),
         "bandwidths": _table(model, "bandwidth"),
         "choice": {
-            name: [choice_to_json(choose(model, coll, size)) for size in TABLE_SIZES]
+            name: [choice_to_json(choose(model, coll, size), size) for size in TABLE_SIZES]
             for coll, name in k.TUNED.items()
         },
     }
@@ -215,10 +215,13 @@ def _table(model: TuningModel, field: str) -> dict[str, Any]:
     }
 
 
-def choice_to_json(choice: TuningChoice | None) -> list[Any] | None:
-    """Return a row of the choice table: bytes, algorithm, protocol, us, channels, warps."""
+def choice_to_json(choice: TuningChoice | None, nbytes: int) -> list[Any]:
+    """Return a row of the choice table: bytes, algorithm, protocol, us, channels, warps.
+
+    Without a choice, algorithm and protocol are None and the numbers are 0.
+    """
     if choice is None:
-        return None
+        return [nbytes, None, None, 0, 0, 0]
     protocol = k.PROTOCOL_LABELS[choice.protocol]
     return [
         choice.nbytes,

@@ -18,7 +18,16 @@ import click
 from miraccl import params
 from miraccl.errors import InvalidUsage
 from miraccl.native.cache import plan_folder
-from miraccl.tools.options import MAX_NODES, File, Numbers, OutputFile, read_bytes, write_text
+from miraccl.tools.options import (
+    MAX_NODES,
+    File,
+    Numbers,
+    OutputFile,
+    SuggestingGroup,
+    read_bytes,
+    write_text,
+)
+from miraccl.tools.plan_diff_cli import diff
 
 if TYPE_CHECKING:
     from miraccl.graph.plan import PlanRequest
@@ -26,7 +35,11 @@ if TYPE_CHECKING:
     from miraccl.topo.xmlfile import XmlNode
 
 
-@click.command(short_help="Show the chosen algorithms and channels, and why.")
+@click.group(
+    cls=SuggestingGroup,
+    invoke_without_command=True,
+    short_help="Show the chosen algorithms and channels, and why.",
+)
 @click.option(
     "--topo",
     "topo_file",
@@ -84,7 +97,9 @@ if TYPE_CHECKING:
     help="Write an interactive page of the machine, its channels, paths and times.",
 )
 @click.option("--no-cache", is_flag=True, help="Neither read nor write the cache of plans.")
+@click.pass_context
 def plan(
+    context: click.Context,
     topo_file: str | None,
     nodes: int,
     gpus: tuple[int, ...] | None,
@@ -99,10 +114,9 @@ def plan(
     no_cache: bool,
 ) -> None:
     """Show the decisions for a job on NODES machines like the one described: system, paths,
-    channels,
-    rings, trees, the number of channels, the performance model, and the algorithm and protocol for
-    each collective and size. These are the decisions of NCCL 2.28.9, with the NCCL_* settings of
-    the environment. No GPU is needed.
+    channels, rings, trees, the number of channels, the performance model, and the algorithm and
+    protocol for each collective and size. These are the decisions of NCCL 2.28.9, with the NCCL_*
+    settings of the environment. No GPU is needed.
 
     \b
     Examples:
@@ -110,7 +124,10 @@ def plan(
       miraccl plan --topo dgx-h100.xml --gpus 0,1,2,3 --explain
       NCCL_ALGO=ring miraccl plan --topo dgx-h100.xml --json -
       miraccl plan --topo dgx-h100.xml --nodes 16 --html plan.html
+      miraccl plan diff dgx-h100.xml --nodes 16 --without NET/3
     """
+    if context.invoked_subcommand:
+        return
     if [json_target, graph_xml, svg, html].count("-") > 1:
         raise InvalidUsage(
             "cannot write several outputs to standard output: only one of --json, --graph-xml,"
@@ -145,6 +162,9 @@ def plan(
         print_plan(document.data)
         if explain:
             print_explanation(document.data)
+
+
+plan.add_command(diff)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
@@ -32,7 +32,7 @@ _PATTERNS = {
 }
 
 
-def _console() -> Console:
+def output_console() -> Console:
     """Return a console of the terminal's or COLUMNS' width; in files and pipes wide enough for all
     tables.
     """
@@ -40,10 +40,20 @@ def _console() -> Console:
     return Console(highlight=False, emoji=False, width=_WIDE if wide else None)
 
 
+def print_block(console: Console, block: RenderableType) -> None:
+    """Print one block; outside of terminals without blanks at the ends of lines."""
+    if console.is_terminal:
+        console.print(block)
+        return
+    with console.capture() as capture:
+        console.print(block)
+    console.out("\n".join(line.rstrip() for line in capture.get().splitlines()), highlight=False)
+
+
 def print_plan(document: Json) -> None:
     """Print all stages in the order in which they are decided."""
-    console = _console()
-    console.print(f"[bold]{escape(_headline(document))}[/bold]")
+    console = output_console()
+    console.print(f"[bold]{escape(_headline(document))}[/bold]", soft_wrap=not console.is_terminal)
     for table in (
         _system(document),
         _paths(document),
@@ -54,7 +64,7 @@ def print_plan(document: Json) -> None:
         _model(document),
         _choices(document),
     ):
-        console.print(table)
+        print_block(console, table)
         console.print()
     if bound := document.get("bound"):
         _print_list(console, "Bounds on bus bandwidth", bound["sentences"])
@@ -62,21 +72,26 @@ def print_plan(document: Json) -> None:
 
 def print_explanation(document: Json) -> None:
     """Print the reasons, stage by stage."""
-    console = _console()
+    console = output_console()
     for heading, reasons in document["explain"]["sentences"].items():
         _print_list(console, f"Why: {heading.lower()}", reasons)
 
 
 def _print_list(console: Console, heading: str, items: Sequence[str]) -> None:
     console.print(f"[bold]{escape(heading)}[/bold]")
-    grid = Table.grid(padding=(0, 1))
-    for item in items:
-        grid.add_row(" -", escape(item))
-    console.print(grid)
+    if console.is_terminal:
+        grid = Table.grid(padding=(0, 1))
+        for item in items:
+            grid.add_row(" -", escape(item))
+        console.print(grid)
+    else:  # one line per item, which other programs can search
+        for item in items:
+            console.print(f"  - {escape(item)}", soft_wrap=True)
     console.print()
 
 
-def _table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
+def make_table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
+    """Return an empty table; the columns in ``numbers`` are aligned to the right."""
     table = Table(
         title=title,
         title_justify="left",
@@ -108,7 +123,7 @@ def _headline(document: Json) -> str:
 def _system(document: Json) -> Table:
     system = document["system"]
     title = f"System: {system['maxBw']:g} GB/s to a peer, {system['totalBw']:g} GB/s per GPU"
-    table = _table(title, "device", "properties", "links (GB/s)")
+    table = make_table(title, "device", "properties", "links (GB/s)")
     for kind in ("GPU", "PCI", "NVS", "CPU", "NIC", "NET"):
         for node in system[kind]:
             groups: dict[str, list[str]] = {}
@@ -133,7 +148,7 @@ def _properties(kind: str, node: Json) -> str:
 def _paths(document: Json) -> Table:
     """Return the devices each GPU reaches, grouped by path type and bandwidth."""
     paths, system = document["paths"], document["system"]
-    table = _table("Paths of the GPUs", "from", "type GB/s: to")
+    table = make_table("Paths of the GPUs", "from", "type GB/s: to")
     for node, row in zip(system["GPU"], paths["GPU"]):
         groups: dict[str, dict[str, list[int]]] = {}
         for kind, name in (("GPU", "rank"), ("NET", "dev")):
@@ -143,14 +158,15 @@ def _paths(document: Json) -> Table:
                         target[name]
                     )
         texts = [
-            f"{key}: " + ", ".join(f"{kind} {_ranges(numbers)}" for kind, numbers in to.items())
+            f"{key}: "
+            + ", ".join(f"{kind} {format_ranges(numbers)}" for kind, numbers in to.items())
             for key, to in groups.items()
         ]
         table.add_row(f"GPU {node['rank']}", "\n".join(texts))
     return table
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def format_ranges(numbers: Sequence[int]) -> str:
     """Format numbers as ranges: ``0 1 2 5`` as ``0-2 5``."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
@@ -164,7 +180,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _graphs(document: Json) -> Table:
-    table = _table(
+    table = make_table(
         "Channel graphs",
         *("graph", "channels", "GB/s inside", "GB/s between", "paths inside", "paths between"),
         *("pattern", "first channel"),
@@ -192,7 +208,7 @@ def _graphs(document: Json) -> Table:
 
 def _counts(document: Json) -> Table:
     comm = document["comm"]
-    table = _table("Communicator", "what", "value")
+    table = make_table("Communicator", "what", "value")
     rows = {
         "nodes": comm["nNodes"],
         "channels of collectives": comm["nChannels"],
@@ -223,11 +239,11 @@ def _distinct(rows: Sequence[Any]) -> Iterator[tuple[str, Any]]:
         else:
             groups.append(([c], row))
     for numbers, first in groups[:MAX_CHANNELS]:
-        yield _ranges(numbers), first
+        yield format_ranges(numbers), first
 
 
 def _rings(document: Json) -> Table:
-    table = _table("Rings", "channels", "ranks")
+    table = make_table("Rings", "channels", "ranks")
     for channels, ring in _distinct(document["comm"]["rings"]):
         text = " ".join(map(str, ring[:MAX_RANKS]))
         table.add_row(
@@ -239,7 +255,7 @@ def _rings(document: Json) -> Table:
 def _trees(document: Json) -> Table:
     trees = document["comm"]["trees"]
     title = f"Trees of depth {trees[0]['depth']}: parent(children)" if trees else "Trees"
-    table = _table(title, "channels", "ranks")
+    table = make_table(title, "channels", "ranks")
     for channels, tree in _distinct(trees):
         inner = [(r, [c for c in down if c >= 0]) for r, down in enumerate(tree["down"])]
         texts = [f"{rank}({' '.join(map(str, children))})" for rank, children in inner if children]
@@ -251,7 +267,7 @@ def _trees(document: Json) -> Table:
 
 def _model(document: Json) -> Table:
     tuning = document["tuning"]
-    table = _table(
+    table = make_table(
         "Model: latency us / bandwidth GB/s",
         "collective",
         "algorithm",
@@ -273,13 +289,12 @@ def _model(document: Json) -> Table:
 
 def _choices(document: Json) -> Table:
     choice = document["tuning"]["choice"]
-    table = _table(
+    table = make_table(
         "Choice: algorithm/protocol, time, channels x warps", "size", *choice, numbers=("size",)
     )
     for row in zip(*choice.values()):
-        size = next((entry[0] for entry in row if entry), 0)
         table.add_row(
-            format_bytes(size),
-            *(f"{e[1]}/{e[2]} {format_time(e[3])} {e[4]}x{e[5]}" if e else "-" for e in row),
+            format_bytes(row[0][0]),
+            *(f"{e[1]}/{e[2]} {format_time(e[3])} {e[4]}x{e[5]}" if e[1] else "-" for e in row),
         )
     return table

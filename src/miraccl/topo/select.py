@@ -21,6 +21,7 @@ def select_topology(root: XmlNode, options: TopoOptions) -> XmlNode:
     if options.gpus:
         gpus = keep_gpus(root, gpus, options.gpus)
     _drop_empty_switches(root)
+    _drop_empty_cpus(root)
     if options.collnet:
         for node in root.walk():
             if node.name == "net":
@@ -93,6 +94,16 @@ def _drop_empty_switches(node: XmlNode) -> bool:
     holding = [(child, _drop_empty_switches(child)) for child in node.children]
     node.children = [child for child, holds in holding if holds or child.name != "pci"]
     return any(holds for _, holds in holding)
+
+
+def _drop_empty_cpus(root: XmlNode) -> None:
+    """Remove the CPUs that hold neither a GPU nor a net, like NCCL's ncclTopoTrimXml."""
+    root.children = [
+        child
+        for child in root.children
+        if child.name != "cpu"
+        or any(n.name == "gpu" or (n.name == "net" and "dev" in n.attrs) for n in child.walk())
+    ]
 
 
 # Fusion

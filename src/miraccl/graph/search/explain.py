@@ -167,6 +167,21 @@ def summarize_search(report: SearchReport) -> list[str]:
     return [f"{name}: {line}" for line in lines]
 
 
+def describe_limit(report: SearchReport) -> str:
+    """Describe the reason why the search found no more or faster channels."""
+    if report.origin is Origin.NO_NVSWITCH:
+        return f"needs an NVSwitch and GPUs of sm 90 or more (here sm {report.sm})"
+    if report.origin is Origin.FILE:
+        return "taken from the graph file"
+    parts = [_describe_saturated_links(report, 1)] if report.saturated_links else []
+    if report.stop is not None and not parts:
+        parts.append(f"the search ended: {_describe_stop(report)}")
+    where = "net" if report.inter else "GPU"
+    if report.tries:
+        parts.append(f"a path to a {where} carries {report.max_bw:g} GB/s")
+    return "; ".join(parts)
+
+
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
@@ -187,12 +202,13 @@ def _describe_stop(report: SearchReport) -> str:
     return "the lowest bandwidth per channel was tried"
 
 
-def _describe_saturated_links(report: SearchReport) -> str:
+def _describe_saturated_links(report: SearchReport, most: int = 3) -> str:
+    """Name up to ``most`` saturated links."""
     shown = ", ".join(
         f"{link.source} to {link.target} ({link.left:g} of {link.bw:g} GB/s left)"
-        for link in report.saturated_links[:3]
+        for link in report.saturated_links[:most]
     )
-    more = len(report.saturated_links) - 3
+    more = len(report.saturated_links) - most
     return f"no capacity for another channel on {shown}" + (
         f" and {_count(more, 'more link')}" if more > 0 else ""
     )

@@ -327,7 +327,10 @@
     const reasons = explain ? explain.tuning.choices[collective] : [];
     plan.tuning.choice[collective].forEach((entry, i) => {
       const row = el("tr");
-      if (!entry) return row.append(el("td", ""), el("td", "nothing is available"));
+      if (!entry[1]) {
+        row.append(el("td", bytes(entry[0])), el("td", "no algorithm is available", { colspan: 5, class: "muted" }));
+        return table.append(row);
+      }
       row.append(el("td", bytes(entry[0])), el("td", entry[1] + "/" + entry[2]), el("td", us(entry[3]), { class: "n" }));
       row.append(el("td", entry[4], { class: "n" }), el("td", entry[5], { class: "n" }), el("td", reasons[i] ? reasons[i].why || "" : ""));
       table.append(row);
