@@ -198,9 +198,9 @@ def gpu_section() -> str:
     parts = [
         "## GPUs and NCCL",
         "Script: `bench/gpu_final.py`. Plain, unregistered arrays; medians of the slowest rank, "
-        "both libraries in turns in the same run; NVLink multicast is off for both; CUDA graphs "
-        "up to 16 MiB, a stream above; every element checked. Ratio: time of NCCL divided by that of "
-        "miraccl; below 1 (bold) miraccl is slower.",
+        "both libraries in turns in the same run; NVLink multicast is off for both; CUDA "
+        "graphs up to 16 MiB, a stream above; every element checked. Ratio: time of NCCL divided "
+        "by that of miraccl; below 1 (bold) miraccl is slower.",
         _gpu_machines(tables),
         "### all_reduce, bfloat16",
         "![Time of all_reduce on 8 GPUs over message size](images/all_reduce_gpu.svg)",
