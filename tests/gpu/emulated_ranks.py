@@ -516,7 +516,7 @@ def rejections() -> None:
             (lambda: comm.gather(x, True), "gather: root is True"),
             (lambda: comm.empty(4, "complex64", device="cuda"), "cannot communicate dtype"),
             (lambda: comm.empty(1 << 62, device="cuda"), "cannot allocate 18446744073709551616 bytes"),
-            (lambda: comm.empty((1 << 40, 1 << 40), "int8", device="cuda"), "int8 take"),
+            (lambda: comm.empty((1 << 40, 1 << 40), "int8", device="cuda"), "bytes for .* int8"),
             (
                 lambda: comm.all_reduce(x, stream=-1),
                 "stream is -1: pass a CUstream handle >= 0",
