@@ -19,7 +19,7 @@ from miraccl.bootstrap import Session, control_link
 from miraccl.deadline import Deadline
 from miraccl.errors import MiracclError
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
-from miraccl.runtime.multinode.streams import PeerStreams
+from miraccl.runtime.multinode.streams import StagingStreams
 from miraccl.runtime.options import Options
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.transport.connect_round import ConnectRound
@@ -303,9 +303,9 @@ def aborts_late(stage: str) -> dict[str, Any]:
 def cut_before_welcome(which: str) -> dict[str, Any]:
     """Rank 1 is authenticated on a connection and loses rank 0's welcome message."""
     with rank(True, 600.0) as me:
-        begin, read, now = PeerStreams.__init__, ConnectRound._read, [""]
+        begin, read, now = StagingStreams.__init__, ConnectRound._read, [""]
 
-        def named(self: PeerStreams, stages: Any, member: Any, peers: Any, name: str) -> None:
+        def named(self: StagingStreams, stages: Any, member: Any, peers: Any, name: str) -> None:
             now[0] = name
             begin(self, stages, member, peers, name)
 
@@ -316,7 +316,7 @@ def cut_before_welcome(which: str) -> dict[str, Any]:
                 raise ConnectionResetError(errno.ECONNRESET, "for a test")
             read(meeting, approach)
 
-        streams: Any = PeerStreams
+        streams: Any = StagingStreams
         meeting: Any = ConnectRound
         streams.__init__, meeting._read = named, cut
         return me.error_of(me.set_up)

@@ -8,7 +8,7 @@ else uses private attributes of a communicator (tests/runtime/test_core_access.p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -76,9 +76,9 @@ class CoreAccess:
         return len(set(self.hosts)) <= 1
 
     @property
-    def endpoint(self) -> Endpoint:
-        """Endpoint of this rank, from which further streams can be opened."""
-        return self.core.fabric.endpoints[self.rank]
+    def endpoints(self) -> Mapping[int, Endpoint]:
+        """Endpoint of each rank, between which further streams can be opened."""
+        return self.core.fabric.endpoints
 
     @property
     def required_algorithm(self) -> str:

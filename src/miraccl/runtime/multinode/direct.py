@@ -21,7 +21,12 @@ from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cpu.lower import signature
 from miraccl.runtime.core_access import CoreAccess
 from miraccl.runtime.multinode.segments import StagedSegment, StagedShape
-from miraccl.runtime.multinode.streams import PeerStreams, StreamOperation, write_words
+from miraccl.runtime.multinode.streams import (
+    StagingStreams,
+    StreamOperation,
+    streams_possible,
+    write_words,
+)
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.types import Collective, DType, RedOp
 
@@ -44,7 +49,7 @@ class DirectStreams:
 
     def __init__(self, stages: SetupPhases, core: CoreAccess) -> None:
         self.core, self._session = core, stages.session
-        self._streams = PeerStreams(
+        self._streams = StagingStreams(
             stages, core, [rank for rank in range(core.nranks) if rank != core.rank], "direct"
         )
         self._receive_buffers: list[np.ndarray] = []
@@ -54,7 +59,8 @@ class DirectStreams:
     def applicable(core: CoreAccess) -> bool:
         """Return True if the ranks of a communicator create such streams; all ranks agree."""
         one_per_host = len(set(core.hosts)) == core.nranks
-        return one_per_host and 1 < core.nranks <= MAX_PEERS + 1 and not core.required_algorithm
+        few = 1 < core.nranks <= MAX_PEERS + 1
+        return one_per_host and few and not core.required_algorithm and streams_possible(core)
 
     def accepts(self, shape: StagedShape, segment: StagedSegment, op: Any) -> bool:
         """Return True if a segment runs as a direct exchange; all ranks agree."""

@@ -26,9 +26,10 @@ from miraccl.runtime.multinode.layout import NodeLayout
 from miraccl.runtime.multinode.segments import StagedSegment
 from miraccl.runtime.multinode.staging import PinnedSlots, PreparedOp
 from miraccl.runtime.multinode.streams import (
-    PeerStreams,
+    StagingStreams,
     StreamOperation,
     remaining_bytes,
+    streams_possible,
     write_words,
 )
 from miraccl.runtime.multinode.unmatched import (
@@ -59,7 +60,7 @@ class MessageStreams:
     def __init__(self, stages: SetupPhases, core: CoreAccess, layout: NodeLayout) -> None:
         self.core = core
         remote = [rank for rank in range(layout.nranks) if rank not in layout.local_ranks]
-        self._streams = PeerStreams(stages, core, remote, "gpu messages")
+        self._streams = StagingStreams(stages, core, remote, "gpu messages")
         self._counters = {
             peer: np.zeros((2, offsets.STREAM_BYTES // 8), np.int64) for peer in remote
         }
@@ -71,7 +72,7 @@ class MessageStreams:
         """Return True if the ranks create such streams; all ranks agree."""
         hosts = [{core.hosts[rank] for rank in ranks} for ranks in layout.nodes]
         apart = sum(map(len, hosts)) == len(set(core.hosts))
-        return apart and layout.max_remote_ranks <= MAX_REMOTE_RANKS
+        return apart and layout.max_remote_ranks <= MAX_REMOTE_RANKS and streams_possible(core)
 
     @property
     def sockets(self) -> Mapping[int, socket.socket]:

@@ -7,6 +7,7 @@ communicator; compiled code uses their descriptors instead of a proxy.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 from collections.abc import Mapping, Sequence
 
@@ -17,7 +18,8 @@ from miraccl.executor.cpu.context import call_kernel, nogil_kernel
 from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.runtime.core_access import CoreAccess
 from miraccl.runtime.setup_phases import SetupPhases
-from miraccl.transport.base import NetConnection
+from miraccl.transport import registry
+from miraccl.transport.base import NetConnection, Transport
 from miraccl.transport.fifo import PAGE_BYTES
 from miraccl.transport.socket import SocketOptions, SocketTransport
 
@@ -44,7 +46,46 @@ class _StreamCollector:
         self.streams.clear()
 
 
-class PeerStreams:
+def streams_possible(core: CoreAccess) -> bool:
+    """Return True if the registry chooses TCP for all pairs of ranks on different hosts.
+
+    All ranks agree, because a choice depends on the two endpoints and the common settings.
+    """
+    specs = registry.allowed(params.NET.read())
+    return all(
+        registry.choose(core.endpoints[a], core.endpoints[b], specs).name == registry.TCP.name
+        for a, b in itertools.combinations(range(core.nranks), 2)
+        if core.hosts[a] != core.hosts[b]
+    )
+
+
+def open_streams(
+    stages: SetupPhases, core: CoreAccess, name: str, collector: _StreamCollector
+) -> Transport:
+    """Return a transport that opens one TCP stream per peer and hands it to ``collector``.
+
+    This is the one place that depends on the transport. ``name``: distinguishes the streams from
+    others of the session.
+    """
+    session = stages.session
+
+    def check_setup() -> None:
+        stages.check()
+        core.check("connecting")
+
+    return SocketTransport(
+        core.endpoints[core.rank],
+        proxy=collector,
+        secret=session.data_key,
+        job=f"{session.name} {name}".encode(),
+        slot_bytes=PAGE_BYTES,
+        options=SocketOptions(nstreams=1, buffer_bytes=params.SOCKET_BUFFER.read()),
+        timeout=stages.deadline,
+        check=check_setup,
+    )
+
+
+class StagingStreams:
     """One stream to each of ``peers``, created by all ranks of the session of ``stages``.
 
     Ranks are those of ``core``. Used by one thread at a time.
@@ -54,23 +95,8 @@ class PeerStreams:
         self, stages: SetupPhases, core: CoreAccess, peers: Sequence[int], name: str
     ) -> None:
         self.core, self.peers = core, tuple(sorted(peers))
-        session = stages.session
         self._collector = _StreamCollector()
-
-        def check_setup() -> None:
-            stages.check()
-            core.check("connecting")
-
-        self._transport = SocketTransport(
-            core.endpoint,
-            proxy=self._collector,
-            secret=session.data_key,
-            job=f"{session.name} {name}".encode(),
-            slot_bytes=PAGE_BYTES,
-            options=SocketOptions(nstreams=1, buffer_bytes=params.SOCKET_BUFFER.read()),
-            timeout=stages.deadline,
-            check=check_setup,
-        )
+        self._transport = open_streams(stages, core, name, self._collector)
         try:
             infos = stages.gather(name, self._transport.setup())
             self._transport.connect({peer: infos[peer] for peer in self.peers})
