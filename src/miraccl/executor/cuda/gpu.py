@@ -136,14 +136,14 @@ class Gpu(PrimaryContext):
 
     def read(self, address: int, nbytes: int) -> bytes:
         """Return ``nbytes`` of memory that this GPU accesses; waits for the copy only."""
-        room = ctypes.create_string_buffer(nbytes)
+        buffer = ctypes.create_string_buffer(nbytes)
         with self.relaxed_capture():
             check(
-                self.cuda.cuMemcpyDtoHAsync(ctypes.addressof(room), address, nbytes, self._side),
+                self.cuda.cuMemcpyDtoHAsync(ctypes.addressof(buffer), address, nbytes, self._side),
                 "cuMemcpyDtoHAsync",
             )
             check(self.cuda.cuStreamSynchronize(self._side), "cuStreamSynchronize")
-        return room.raw
+        return buffer.raw
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Enqueue a copy on this GPU."""

@@ -88,17 +88,20 @@ class OneSidedLaunch:
         launch.run(source, target, stream)
 
     def _prepare(self, key: tuple[int, ...]) -> Launch:
-        places = [
+        positions = [
             self._find(address, size) if size else None
             for address, size in zip(key, self._bytes, strict=True)
         ]
         rank = self._comm_args.rank
         apart = [
-            tuple(there - place.bases[rank] for there in place.bases) if place else ()
-            for place in places
+            tuple(there - position.bases[rank] for there in position.bases) if position else ()
+            for position in positions
         ]
         where = tuple(
-            number for place in places if place for number in (place.window, place.offset)
+            number
+            for position in positions
+            if position
+            for number in (position.window, position.offset)
         )
         windows = schedules.WindowOffsets(in_offsets=apart[0], out_offsets=apart[1], position=where)
         launch = self._kernels.prepare(self.plan, self._request, self._comm_args, windows)

@@ -107,10 +107,11 @@ def lower_steps(
     whole = completing_steps(schedule) if request.op is RedOp.AVG else frozenset()
     first, encoded = [0], b""
     for number, steps in enumerate(channels):
-        for place, step in enumerate(steps):
-            ends = (number, comm_args.rank, place) in whole
+        for index, step in enumerate(steps):
+            complete = (number, comm_args.rank, index) in whole
             encoded += b"".join(
-                _encode(each, ends) for each in _primitives(step, comm_args.rank, schedule.nranks)
+                _encode(each, complete)
+                for each in _primitives(step, comm_args.rank, schedule.nranks)
             )
         first.append(len(encoded) // struct.calcsize(layout.STEP))
     first += [first[-1]] * (layout.MAX_CHANNELS + 1 - len(first))
@@ -181,8 +182,8 @@ def lower_plan(
 
 def kernel_for(plan: DevicePlan, request: Request, schedule: Schedule | None) -> KernelSpec:
     """Return the kernel to compile for a plan; ``schedule`` is the result of ``schedule_of``."""
-    spec, room = kernel_spec(plan, request), step_capacity(schedule) if schedule else 0
-    return replace(spec, capacity=room) if room > layout.STEP_CAPACITIES[0] else spec
+    spec, capacity = kernel_spec(plan, request), step_capacity(schedule) if schedule else 0
+    return replace(spec, capacity=capacity) if capacity > layout.STEP_CAPACITIES[0] else spec
 
 
 def step_capacity(schedule: Schedule) -> int:
@@ -199,9 +200,9 @@ def step_capacity(schedule: Schedule) -> int:
         sum(len(_primitives(step, rank, schedule.nranks)) for step in steps)
         for rank, steps in enumerate(ranks)
     )
-    for room in layout.STEP_CAPACITIES:
-        if most <= room:
-            return room
+    for capacity in layout.STEP_CAPACITIES:
+        if most <= capacity:
+            return capacity
     raise InvalidUsage(
         f"cannot run schedule {schedule.name!r}: it has {most} steps of a rank, "
         f"a launch holds {layout.STEP_CAPACITIES[-1]}"
@@ -337,7 +338,7 @@ def _primitives(step: Step, rank: int, nranks: int) -> tuple[Step, ...]:
 
 
 def _encode(step: Step, whole: bool) -> bytes:
-    order = sum(peer << (4 * place) for place, peer in enumerate(step.peers))
+    order = sum(peer << (4 * index) for index, peer in enumerate(step.peers))
     return struct.pack(
         layout.STEP,
         step.op,

@@ -134,8 +134,8 @@ class StagingLayout:
 
     def slot(self, src: int, dst: int, number: int) -> int:
         """Return the offset of slot ``number`` for ``src`` in the region of ``dst``."""
-        place = self.senders[dst].index(src) * self.nslots + number
-        return layout.PACKETS_OFFSET + place * self.slot_bytes
+        index = self.senders[dst].index(src) * self.nslots + number
+        return layout.PACKETS_OFFSET + index * self.slot_bytes
 
     @staticmethod
     def ready(src: int, number: int) -> int:
@@ -228,21 +228,21 @@ class StagedLaunch:
 
     def _enqueue(self, chunk: ChunkCopy, base: dict[Buffer, int], stream: int) -> None:
         gpu, target = self._gpu, chunk.target
-        place = base[target.buffer] + target.offset if target else 0
+        address = base[target.buffer] + target.offset if target else 0
         if chunk.source_rank is None and chunk.target_rank is None:
             assert chunk.source is not None
             origin = base[chunk.source.buffer] + chunk.source.offset
-            if origin != place:
-                gpu.copy(place, origin, chunk.source.nbytes, stream)
+            if origin != address:
+                gpu.copy(address, origin, chunk.source.nbytes, stream)
             return
         if chunk.source_rank is not None:
             assert target is not None
-            self._recv_chunk(chunk.source_rank, place, target.nbytes)
+            self._recv_chunk(chunk.source_rank, address, target.nbytes)
             if chunk.target_rank is not None:
                 direction = self._directions[chunk.source_rank, True]
                 gpu.record(direction.event, direction.stream)
                 gpu.wait_event(self._directions[chunk.target_rank, False].stream, direction.event)
-                self._send_chunk(chunk.target_rank, place, target.nbytes)
+                self._send_chunk(chunk.target_rank, address, target.nbytes)
         elif chunk.target_rank is not None and chunk.source is not None:
             origin = base[chunk.source.buffer] + chunk.source.offset
             self._send_chunk(chunk.target_rank, origin, chunk.source.nbytes)

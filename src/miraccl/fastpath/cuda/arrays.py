@@ -44,13 +44,13 @@ def dtype_of(state: int, array: int) -> int:
     if dtype == 0:
         PyErr_Clear()
         return 0
-    for place in range(
+    for entry in range(
         state + layout.STATE_ARRAY_DTYPES,
         state + layout.STATE_ARRAY_DTYPES + 16 * layout.NDTYPES,
         16,
     ):
-        if load(place) == dtype:
-            found = load(place + 8)
+        if load(entry) == dtype:
+            found = load(entry + 8)
     Py_DecRef(dtype)
     return found
 

@@ -98,13 +98,13 @@ def launch_found(state: int, record: int) -> int:
 
 
 @inline
-def finish(entry: int, code: int, args: int, nargs: int) -> int:
+def finish(call_record: int, code: int, args: int, nargs: int) -> int:
     """End a call: return ``code`` as an object, or call the fallback."""
-    if not finish_call(load(entry + layout.FAST_STATE), code):
+    if not finish_call(load(call_record + layout.FAST_STATE), code):
         return 0
-    fallback = load(entry + layout.FAST_FALLBACK)
+    fallback = load(call_record + layout.FAST_FALLBACK)
     if code == layout.NOT_HANDLED and fallback != 0:
-        return call_builtin(fallback, load(entry + layout.FAST_FALLBACK_SELF), args, nargs)
+        return call_builtin(fallback, load(call_record + layout.FAST_FALLBACK_SELF), args, nargs)
     return PyLong_FromLong(code)
 
 
@@ -112,10 +112,10 @@ def collective(self: int, args: int, nargs: int) -> int:
     """Builtin ``fast_call(x, out, op or root, async_op, stream)``; ``reduce`` takes op and a final
     root.
     """
-    entry = PyLong_AsLong(self)
+    call_record = PyLong_AsLong(self)
     return finish(
-        entry,
-        launch_found(load(entry + layout.FAST_STATE), find_collective(entry, args)),
+        call_record,
+        launch_found(load(call_record + layout.FAST_STATE), find_collective(call_record, args)),
         args,
         nargs,
     )
@@ -125,10 +125,12 @@ def message_collective(self: int, args: int, nargs: int) -> int:
     """Builtin ``fast_call(x, out, root, x counts, out counts, async_op, stream)`` of a message
     collective.
     """
-    entry = PyLong_AsLong(self)
+    call_record = PyLong_AsLong(self)
     return finish(
-        entry,
-        launch_found(load(entry + layout.FAST_STATE), find_message_collective(entry, args)),
+        call_record,
+        launch_found(
+            load(call_record + layout.FAST_STATE), find_message_collective(call_record, args)
+        ),
         args,
         nargs,
     )
@@ -139,13 +141,13 @@ def reductions(self: int, args: int, nargs: int) -> int:
 
     Raises if a launch fails after another one has been enqueued.
     """
-    entry = PyLong_AsLong(self)
-    state = load(entry + layout.FAST_STATE)
-    found = find_reductions(entry, args)
+    call_record = PyLong_AsLong(self)
+    state = load(call_record + layout.FAST_STATE)
+    found = find_reductions(call_record, args)
     for number in range(found):
         code = begin_launch(state, load(state + layout.STATE_RECORDS + 8 * number))
         if code != 0 and number == 0:
-            return finish(entry, layout.NOT_HANDLED, args, nargs)
+            return finish(call_record, layout.NOT_HANDLED, args, nargs)
         if code != 0:
             if not finish_call(state, layout.DONE):
                 return 0
@@ -154,7 +156,7 @@ def reductions(self: int, args: int, nargs: int) -> int:
             raised = PyObject_Vectorcall(load(state + layout.STATE_RAISE), code_word, 1, 0)
             Py_DecRef(load(code_word))
             return raised
-    return finish(entry, layout.DONE if found != 0 else layout.NOT_HANDLED, args, nargs)
+    return finish(call_record, layout.DONE if found != 0 else layout.NOT_HANDLED, args, nargs)
 
 
 # ---- sends and receives
@@ -162,16 +164,16 @@ def reductions(self: int, args: int, nargs: int) -> int:
 
 def message(self: int, args: int, nargs: int) -> int:
     """Builtin ``fast_call(x, peer, async_op, stream)`` of a send or a receive."""
-    entry = PyLong_AsLong(self)
+    call_record = PyLong_AsLong(self)
     state, code, receives = (
-        load(entry + layout.FAST_STATE),
+        load(call_record + layout.FAST_STATE),
         layout.NOT_HANDLED,
-        load(entry + layout.FAST_RECEIVES),
+        load(call_record + layout.FAST_RECEIVES),
     )
     x, peer = load(args), load(args + 8)
     plain = (
         is_known_type(state, x)
-        and may_collect(entry, state)
+        and may_collect(call_record, state)
         and has_default_options(state, args + 16, x)
     )
     if plain and write_message(state, 0, x, peer, receives):
@@ -179,19 +181,19 @@ def message(self: int, args: int, nargs: int) -> int:
             code = launch_found(
                 state, find_messages(state, state + layout.STATE_CALL_MESSAGES, 1, 0)
             )
-        elif can_collect(entry, state, 1):
+        elif can_collect(call_record, state, 1):
             if not join_group(state) or not collect_message(state, 0, x):
                 return 0
             code = layout.DONE
-    return finish(entry, code, args, nargs)
+    return finish(call_record, code, args, nargs)
 
 
 def pair(self: int, args: int, nargs: int) -> int:
     """Builtin ``fast_call(x, dst, out, src, async_op, stream)`` of a send and a receive that do not
     overlap.
     """
-    entry = PyLong_AsLong(self)
-    state, code = load(entry + layout.FAST_STATE), layout.NOT_HANDLED
+    call_record = PyLong_AsLong(self)
+    state, code = load(call_record + layout.FAST_STATE), layout.NOT_HANDLED
     sent, got = (
         state + layout.STATE_CALL_MESSAGES,
         state + layout.STATE_CALL_MESSAGES + layout.MESSAGE_BYTES,
@@ -199,10 +201,10 @@ def pair(self: int, args: int, nargs: int) -> int:
     x, dst, out, src = load(args), load(args + 8), load(args + 16), load(args + 24)
     if (
         not is_known_type(state, x)
-        or not may_collect(entry, state)
+        or not may_collect(call_record, state)
         or not has_default_options(state, args + 32, x)
     ):
-        return finish(entry, code, args, nargs)
+        return finish(call_record, code, args, nargs)
     if (
         write_message(state, 0, x, dst, 0)
         and write_message(state, 1, out, src, 1)
@@ -210,7 +212,7 @@ def pair(self: int, args: int, nargs: int) -> int:
     ):
         if load32(load(state + layout.STATE_GROUPS)) == 0:
             code = launch_found(state, find_messages(state, sent, 2, 0))
-        elif can_collect(entry, state, 2):
+        elif can_collect(call_record, state, 2):
             if (
                 not join_group(state)
                 or not collect_message(state, 0, x)
@@ -218,7 +220,7 @@ def pair(self: int, args: int, nargs: int) -> int:
             ):
                 return 0
             code = layout.DONE
-    return finish(entry, code, args, nargs)
+    return finish(call_record, code, args, nargs)
 
 
 # ---- groups

@@ -51,17 +51,19 @@ def is_own_group(groups: int) -> bool:
 
 
 @inline
-def may_collect(entry: int, state: int) -> bool:
+def may_collect(call_record: int, state: int) -> bool:
     """Return True if messages may be launched or collected here, before their arrays are read."""
     groups = load(state + layout.STATE_GROUPS)
-    return load32(groups) == 0 or (load(entry + layout.FAST_COLLECTS) != 0 and is_own_group(groups))
+    return load32(groups) == 0 or (
+        load(call_record + layout.FAST_COLLECTS) != 0 and is_own_group(groups)
+    )
 
 
 @inline
-def can_collect(entry: int, state: int, count: int) -> bool:
+def can_collect(call_record: int, state: int, count: int) -> bool:
     """Return True if the messages of a call may join those of the group."""
     groups = load(state + layout.STATE_GROUPS)
-    if not may_collect(entry, state):  # may have changed while an array was read
+    if not may_collect(call_record, state):  # may have changed while an array was read
         return False
     for number in range(count):
         if not is_known_dtype(
@@ -152,8 +154,8 @@ def retain_collected(state: int) -> bool:
     count = PyList_Size(owners)
     if count == 0:
         return True
-    for place in range(count):
-        owner = PyList_GetItem(owners, place)
+    for index in range(count):
+        owner = PyList_GetItem(owners, index)
         if retained and not retain(state, owner, 0):
             retained = False
         if not retained:

@@ -14,8 +14,8 @@ class RecordLayout:
 
     def word(self, count: int = 1) -> int:
         """Return the offset of the next ``count`` words."""
-        place, self.end = self.end, self.end + 8 * count
-        return place
+        offset, self.end = self.end, self.end + 8 * count
+        return offset
 
 
 # Launch record, in words: address of cuLaunchKernelEx, address of the kernel's argument, then the

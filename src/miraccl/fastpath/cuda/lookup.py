@@ -85,21 +85,24 @@ def third_argument(state: int, kind: int, args: int) -> int:
 
 
 @inline
-def find_collective(door: int, args: int) -> int:
+def find_collective(call_record: int, args: int) -> int:
     """Return the record for (x, out, operator or root, async_op, stream[, root]); 0 for Python."""
-    state = load(door + layout.FAST_STATE)
+    state = load(call_record + layout.FAST_STATE)
     if (
         not is_known_type(state, load(args))
         or load32(load(state + layout.STATE_GROUPS)) != 0
         or not has_default_options(state, args + 24, load(args))
     ):
         return 0
-    kind, rank = load(door + layout.FAST_THIRD), load(state + layout.STATE_RANK)
+    kind, rank = load(call_record + layout.FAST_THIRD), load(state + layout.STATE_RANK)
     third = third_argument(state, kind, args)
     if third < 0:
         return 0
     view, other = state + layout.STATE_VIEWS, state + layout.STATE_VIEWS + layout.VIEW_BYTES
-    count, blocks = element_count(state, load(args), view), load(door + layout.FAST_IN_BLOCKS)
+    count, blocks = (
+        element_count(state, load(args), view),
+        load(call_record + layout.FAST_IN_BLOCKS),
+    )
     if count <= 0 or count % blocks != 0:
         return 0
     count //= blocks
@@ -111,7 +114,7 @@ def find_collective(door: int, args: int) -> int:
     elif kind == layout.THIRD_ROOT and third == rank:
         read_only = 0  # a broadcast does not write the root's array
     if out != load(state + layout.STATE_NONE):
-        blocks_out = load(door + layout.FAST_OUT_BLOCKS)
+        blocks_out = load(call_record + layout.FAST_OUT_BLOCKS)
         if element_count(state, out, other) != count * blocks_out or data_type(other) != dtype:
             return 0
         target, read_only = address(other), load(other + layout.VIEW_READ_ONLY)
@@ -122,12 +125,16 @@ def find_collective(door: int, args: int) -> int:
             first = rank * block  # offset of this rank's block
             if target - source != (first if blocks != 1 else 0) - (first if blocks_out != 1 else 0):
                 return 0  # not the in-place form
-    elif load(door + layout.FAST_IN_PLACE) == 0:
+    elif load(call_record + layout.FAST_IN_PLACE) == 0:
         return 0
     if read_only != 0:
         return 0
     return find_launch(
-        state, launch_key(load(door + layout.FAST_COLLECTIVE), third, dtype), count, source, target
+        state,
+        launch_key(load(call_record + layout.FAST_COLLECTIVE), third, dtype),
+        count,
+        source,
+        target,
     )
 
 
@@ -170,8 +177,8 @@ def overlaps(one: int, two: int) -> bool:
 def is_known_dtype(state: int, message: int) -> bool:
     """Return True if elements of this type can be sent."""
     dtype, known = load(message + layout.MESSAGE_KIND) >> 32, False
-    for place in range(layout.NDTYPES):
-        known = known or load(state + layout.STATE_DTYPES + 8 * place) == dtype
+    for index in range(layout.NDTYPES):
+        known = known or load(state + layout.STATE_DTYPES + 8 * index) == dtype
     return known
 
 

@@ -29,11 +29,11 @@ signature_of = inline(message_collectives.pack_signature)
 
 
 @inline
-def count_at(state: int, counts: int, place: int) -> int:
+def count_at(state: int, counts: int, index: int) -> int:
     """Return an element of a list or tuple of counts; -1 if it is not a plain non-negative int."""
     if load(counts + layout.OB_TYPE) == load(state + layout.STATE_LIST_TYPE):
-        return int_value(state, PyList_GetItem(counts, place))
-    return int_value(state, PyTuple_GetItem(counts, place))
+        return int_value(state, PyList_GetItem(counts, index))
+    return int_value(state, PyTuple_GetItem(counts, index))
 
 
 @inline
@@ -121,18 +121,18 @@ def put_messages(
 
 
 @inline
-def find_message_collective(entry: int, args: int) -> int:
+def find_message_collective(call_record: int, args: int) -> int:
     """Return the record for (x, out, root, x counts, out counts, async_op, stream); 0 for Python.
 
     Arguments that the operation does not use are ignored.
     """
-    state, even = load(entry + layout.FAST_STATE), load(entry + layout.FAST_EVEN)
+    state, even = load(call_record + layout.FAST_STATE), load(call_record + layout.FAST_EVEN)
     if load32(load(state + layout.STATE_GROUPS)) != 0:
         return 0
     rank, nranks, rooted = (
         load(state + layout.STATE_RANK),
         load(state + layout.STATE_NRANKS),
-        load(entry + layout.FAST_ROOTED),
+        load(call_record + layout.FAST_ROOTED),
     )
     root = -1
     if rooted != layout.NOT_ROOTED:
@@ -155,14 +155,14 @@ def find_message_collective(entry: int, args: int) -> int:
     if sends and receives and data_type(view) != data_type(other):
         return 0
     shares, out_shares = 0, 0
-    if load(entry + layout.FAST_SPLITS_IN) != 0:
+    if load(call_record + layout.FAST_SPLITS_IN) != 0:
         shares = state + layout.STATE_SHARES
         total = read_shares(
             state, even, load(args + 24), count if sends else nranks * out_count, shares
         )
         if total < 0 or (sends and total != count):
             return 0
-    if load(entry + layout.FAST_SPLITS_OUT) != 0:
+    if load(call_record + layout.FAST_SPLITS_OUT) != 0:
         out_shares = state + layout.STATE_SHARES + 8 * layout.MAX_RANKS
         total = read_shares(
             state, even, load(args + 32), out_count if receives else nranks * count, out_shares
@@ -196,5 +196,7 @@ def find_message_collective(entry: int, args: int) -> int:
     if known != 0:
         for peer in range(nranks):
             hashed = mix(hashed, load(known + 8 * peer))
-    signature = signature_of(load(entry + layout.FAST_OP), root if root >= 0 else NO_ROOT, hashed)
+    signature = signature_of(
+        load(call_record + layout.FAST_OP), root if root >= 0 else NO_ROOT, hashed
+    )
     return find_messages(state, state + layout.STATE_CALL_MESSAGES, number, signature)

@@ -17,12 +17,12 @@ from miraccl.native.intrinsics import inline, load, load32, store
 
 
 @inline
-def find_reductions(entry: int, args: int) -> int:
+def find_reductions(call_record: int, args: int) -> int:
     """Find the launches for (x, out, operator, async_op, stream, counts); return their number.
 
     The records are written to ``STATE_RECORDS``. 0 if Python must handle the call.
     """
-    state = load(entry + layout.FAST_STATE)
+    state = load(call_record + layout.FAST_STATE)
     if load32(load(state + layout.STATE_GROUPS)) != 0 or not has_default_options(
         state, args + 24, load(args)
     ):
@@ -55,7 +55,7 @@ def find_reductions(entry: int, args: int) -> int:
     if equal:
         record = find_launch(
             state,
-            launch_key(load(entry + layout.FAST_EQUAL_OP), op, dtype),
+            launch_key(load(call_record + layout.FAST_EQUAL_OP), op, dtype),
             out_count,
             address(view),
             address(other),
@@ -70,7 +70,7 @@ def find_reductions(entry: int, args: int) -> int:
         target = address(other) if root == rank else part
         record = find_launch(
             state,
-            launch_key(load(entry + layout.FAST_PER_RANK_OP), pack_op_root(op, root), dtype),
+            launch_key(load(call_record + layout.FAST_PER_RANK_OP), pack_op_root(op, root), dtype),
             count,
             part,
             target,

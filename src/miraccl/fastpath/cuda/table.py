@@ -283,8 +283,8 @@ class CudaFastPath:
             ):
                 row = layout.STATE_FOREIGN_TYPES + len(self._foreign_types) * layout.FOREIGN_BYTES
                 words, self._foreign_types[kind] = foreign_record(kind, how)
-                for place, word in words.items():
-                    self._write(row + place, word)
+                for offset, word in words.items():
+                    self._write(row + offset, word)
 
     def set_driver_functions(self, pointer_attribute: int, is_capturing: int) -> None:
         """Set the addresses of cuPointerGetAttribute and cuStreamIsCapturing."""
@@ -357,7 +357,7 @@ class CudaFastPath:
         self._collected_owners.clear()
         self._write(layout.STATE_COLLECTED, 0)
         self._write(layout.STATE_COLLECTED_BYTES, 0)
-        whats = [word & (1 << 32) - 1 for word in words[: len(arrays)]]
+        kinds = [word & (1 << 32) - 1 for word in words[: len(arrays)]]
         stream, signature = (
             int(self._state[word // 8])
             for word in (layout.STATE_COLLECTED_STREAM, layout.STATE_COLLECTED_SIGNATURE)
@@ -365,7 +365,7 @@ class CudaFastPath:
         self._write(layout.STATE_COLLECTED_SIGNATURE, 0)
         return (
             stream,
-            [(x, what >> 1, bool(what & 1)) for x, what in zip(arrays, whats, strict=True)],
+            [(x, kind >> 1, bool(kind & 1)) for x, kind in zip(arrays, kinds, strict=True)],
             signature,
         )
 
@@ -414,28 +414,28 @@ class CudaFastPath:
         if len(messages) > layout.MAX_MESSAGES or any(dtype not in DL_DTYPES for dtype in dtypes):
             return
         record, hashed = np.zeros((len(messages), layout.MESSAGE_BYTES // 8), np.int64), signature
-        for row, message, dtype, place in zip(record, messages, dtypes, positions, strict=True):
-            what = layout.message_kind(int(message.receives), message.peer, DL_DTYPES[dtype])
+        for row, message, dtype, position in zip(record, messages, dtypes, positions, strict=True):
+            kind = layout.message_kind(int(message.receives), message.peer, DL_DTYPES[dtype])
             count = message.nbytes // dtype.itemsize
-            hashed = mix(mix(hashed, what), count)
-            row[:] = (what, count, place)
+            hashed = mix(mix(hashed, kind), count)
+            row[:] = (kind, count, position)
         self._insert(
             layout.MESSAGES_KEY | hashed, len(messages), launch, saturates_gpu, record, signature
         )
 
     def has_template(self, messages: Sequence[P2pMessage], signature: int = 0) -> bool:
         """Return True if there is a template for messages like these, or there can be none."""
-        whats = _message_kinds(messages)
-        if len(messages) > layout.MAX_MESSAGES or not all(whats):
+        kinds = _message_kinds(messages)
+        if len(messages) > layout.MAX_MESSAGES or not all(kinds):
             return True
-        key = _template_key(whats, signature)
+        key = _template_key(kinds, signature)
         for row in self._candidates(key, len(messages)):
             if int(self._state[row + layout.LAUNCH_KEY // 8]) == key and self._record_at(row):
                 shape = self._launches[self._record_at(row)][1]
                 rows = shape[layout.TEMPLATE_BYTES // 8 :][
-                    : len(whats) * layout.TEMPLATE_MESSAGE_BYTES // 8
-                ].reshape(len(whats), -1)
-                if rows[:, layout.TEMPLATE_MESSAGE_KIND // 8].tolist() == whats and bool(
+                    : len(kinds) * layout.TEMPLATE_MESSAGE_BYTES // 8
+                ].reshape(len(kinds), -1)
+                if rows[:, layout.TEMPLATE_MESSAGE_KIND // 8].tolist() == kinds and bool(
                     shape[layout.TEMPLATE_SIGNATURE // 8]
                 ) == bool(signature):
                     return True
@@ -465,9 +465,9 @@ class CudaFastPath:
         partners: dict[int, int] = {}
         heads = []
         for queue, numbers in enumerate(lowered.queues):
-            place = lowered.queue_offset(queue)
+            offset = lowered.queue_offset(queue)
             heads.append(
-                (argument + place, int.from_bytes(lowered.args[place : place + 2], "little"), 0)
+                (argument + offset, int.from_bytes(lowered.args[offset : offset + 2], "little"), 0)
             )
             if messages[numbers[0]].peer == rank:
                 partners |= dict(zip(numbers[::2], numbers[1::2])) | dict(
@@ -475,18 +475,18 @@ class CudaFastPath:
                 )
         rows = [
             (
-                what,
+                kind,
                 argument + lowered.positions[number],
                 message.code << TYPE_SHIFT,
                 queue_of[number],
                 partners.get(number, -1),
             )
-            for number, (message, what) in enumerate(
+            for number, (message, kind) in enumerate(
                 zip(messages, _message_kinds(messages), strict=True)
             )
         ]
         group, first = GROUP_SIZES[rules.frame.value]
-        place = argument + ARGS["signature"].offset if signature else 0
+        signature_address = argument + ARGS["signature"].offset if signature else 0
         head = (
             len(heads),
             group,
@@ -495,7 +495,7 @@ class CudaFastPath:
             rules.max_copy_warp_queues,
             rules.multiprocessors,
             rules.bulk_min_bytes,
-            place,
+            signature_address,
         )
         shape = np.array([*head, *(word for row in (*rows, *heads) for word in row)], np.int64)
         self._insert(
@@ -588,5 +588,5 @@ def _message_kinds(messages: Sequence[P2pMessage]) -> list[int]:
     ]
 
 
-def _template_key(whats: Sequence[int], signature: int) -> int:
-    return layout.TEMPLATE_KEY | functools.reduce(mix, whats, int(signature != 0))
+def _template_key(kinds: Sequence[int], signature: int) -> int:
+    return layout.TEMPLATE_KEY | functools.reduce(mix, kinds, int(signature != 0))

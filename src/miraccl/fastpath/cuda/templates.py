@@ -76,12 +76,12 @@ def assign_warp_queues(messages: int, count: int, template: int) -> int:
                 load(template + layout.TEMPLATE_FIRST_VECTORS),
                 load(template + layout.TEMPLATE_WARP_QUEUES),
             )
-        place = (
+        location = (
             queues
             + load(row + layout.TEMPLATE_MESSAGE_QUEUE) * layout.QUEUE_BYTES
             + layout.QUEUE_WARP_QUEUES
         )
-        store(place, max(load(place), nqueues))
+        store(location, max(load(location), nqueues))
         total += nbytes
     return total
 
