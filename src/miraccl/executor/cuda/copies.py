@@ -17,7 +17,7 @@ from typing import NamedTuple
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import lower
 from miraccl.executor.cuda.gpu import Gpu
-from miraccl.executor.cuda.launch import Kernels, Launch
+from miraccl.executor.cuda.launch import KernelLaunch, Kernels
 from miraccl.executor.cuda.plan import DevicePlan, Request
 from miraccl.executor.cuda.source import KernelSpec
 from miraccl.schedule import catalog
@@ -162,7 +162,7 @@ def barrier_launch(
     comm_args: lower.CommArgs,
     position: WindowPosition | None = None,
     stream_waits: bool = False,
-) -> Launch:
+) -> KernelLaunch:
     """Return the launch of the device barrier before or after copies.
 
     ``position``: window position that all ranks must share. ``stream_waits``: streams wait for
@@ -182,7 +182,7 @@ def barrier_launch(
         root=int(stream_waits),
         signature=lower.plan_signature(plan, request) ^ number,
     )
-    return Launch(gpu, kernels.function(spec), plan, 1, args)
+    return KernelLaunch(gpu, kernels.function(spec), plan, 1, args)
 
 
 class CopyLaunch:

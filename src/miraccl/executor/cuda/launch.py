@@ -42,7 +42,7 @@ class _LaunchConfig(ctypes.Structure):
     )
 
 
-class Launch:
+class KernelLaunch:
     """Prepared launch of one collective of one size. ``run`` enqueues it; it neither waits nor
     allocates.
 
@@ -176,7 +176,7 @@ class Kernels:
             self._functions[spec] = self.gpu.load(cubin, spec.entry)
         return self._functions[spec]
 
-    def prepare_scale(self, request: Request, comm_args: lower.CommArgs) -> Launch:
+    def prepare_scale(self, request: Request, comm_args: lower.CommArgs) -> KernelLaunch:
         """Prepare a pre-multiplied sum of a single rank."""
         threads = 512
         blocks = max(1, min(request.multiprocessors, -(-request.count // threads)))
@@ -195,7 +195,7 @@ class Kernels:
             op=request.op,
             threads=threads,
         )
-        return Launch(
+        return KernelLaunch(
             self.gpu, self.function(spec), plan, blocks, lower.lower_scale(request, comm_args)
         )
 
@@ -205,7 +205,7 @@ class Kernels:
         request: Request,
         comm_args: lower.CommArgs,
         windows: schedules.WindowOffsets = schedules.NO_WINDOWS,
-    ) -> Launch:
+    ) -> KernelLaunch:
         """Compile, load and lower. May be called while a stream is captured.
 
         Raises:
@@ -224,6 +224,6 @@ class Kernels:
             )
         function = self.function(spec)
         overlaps = (spec.single_tile or spec.double_buffered) and self.gpu.arch >= OVERLAP_MIN_ARCH
-        return Launch(
+        return KernelLaunch(
             self.gpu, function, plan, schedules.grid_blocks(plan, schedule), args, overlaps
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from miraccl.executor.cuda.gpu import Gpu
-from miraccl.executor.cuda.launch import OVERLAP_MIN_ARCH, Kernels, Launch
+from miraccl.executor.cuda.launch import OVERLAP_MIN_ARCH, KernelLaunch, Kernels
 from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.messages import (
     LoweredMessages,
@@ -46,7 +46,7 @@ class _MessageTable:
     free: bool = True
 
 
-class _PatternLaunch(Launch):
+class _PatternLaunch(KernelLaunch):
     """Prepared launch of messages, complete but for the addresses; the two pointers of collectives
     are
     unused.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from miraccl.executor.cuda import lower, schedules
 from miraccl.executor.cuda.copies import WindowPosition
-from miraccl.executor.cuda.launch import Kernels, Launch
+from miraccl.executor.cuda.launch import KernelLaunch, Kernels
 from miraccl.executor.cuda.plan import DevicePlan, Request
 from miraccl.schedule.ir import Buffer, Schedule, input_blocks, output_blocks
 
@@ -28,7 +28,7 @@ def make_launch(
     request: Request,
     comm_args: lower.CommArgs,
     find: FindPosition,
-) -> Launch | OneSidedLaunch:
+) -> KernelLaunch | OneSidedLaunch:
     """Return the launch of a plan, by window position if peers address input or output."""
     schedule = schedules.schedule_of(plan, request, comm_args.order)
     if schedule is None or not schedule.addressed - {Buffer.SCRATCH}:
@@ -66,7 +66,9 @@ class OneSidedLaunch:
             count * request.block_bytes if Buffer(buffer) in schedule.addressed else 0
             for buffer, count in enumerate(blocks)
         ]
-        self._launches: dict[tuple[int, ...], Launch] = {}  # by the addresses that peers access
+        self._launches: dict[
+            tuple[int, ...], KernelLaunch
+        ] = {}  # by the addresses that peers access
 
     @property
     def signatures(self) -> tuple[int, ...]:
@@ -87,7 +89,7 @@ class OneSidedLaunch:
         launch = self._launches.get(key) or self._prepare(key)
         launch.run(source, target, stream)
 
-    def _prepare(self, key: tuple[int, ...]) -> Launch:
+    def _prepare(self, key: tuple[int, ...]) -> KernelLaunch:
         positions = [
             self._find(address, size) if size else None
             for address, size in zip(key, self._bytes, strict=True)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from miraccl import native
-from miraccl.executor.cuda.launch import Launch
+from miraccl.executor.cuda.launch import KernelLaunch
 from miraccl.executor.cuda.layout import ARGS, GROUP_SIZES, TYPE_SHIFT
 from miraccl.executor.cuda.messages import LoweredMessages, P2pMessage, WarpQueueRules
 from miraccl.fastpath.cuda import layout
@@ -131,7 +131,7 @@ class CudaFastPath:
             type, Any
         ] = {}  # never removed: another type might get the address
         self._launches: dict[
-            int, tuple[Launch, Any]
+            int, tuple[KernelLaunch, Any]
         ] = {}  # launches of the table and their messages, by record
         self._collected_arrays: list[Any] = []
         self._no_cpu_plan = np.zeros(1, np.int64)
@@ -378,7 +378,7 @@ class CudaFastPath:
         count: int,
         op: Any,
         root: int,
-        launch: Launch,
+        launch: KernelLaunch,
         saturates_gpu: bool,
     ) -> None:
         """Enter a launch for blocks of ``count`` elements; ``saturates_gpu``: it may use the whole
@@ -401,7 +401,7 @@ class CudaFastPath:
         self,
         messages: Sequence[P2pMessage],
         positions: Sequence[int],
-        launch: Launch,
+        launch: KernelLaunch,
         saturates_gpu: bool,
         signature: int = 0,
     ) -> None:
@@ -448,7 +448,7 @@ class CudaFastPath:
         rank: int,
         rules: WarpQueueRules,
         argument: int,
-        launch: Launch,
+        launch: KernelLaunch,
         signature: int = 0,
     ) -> None:
         """Enter a launch for messages like these of any size, plain or of a collective of any
@@ -514,7 +514,7 @@ class CudaFastPath:
         self,
         key: int,
         count: int,
-        launch: Launch,
+        launch: KernelLaunch,
         saturates_gpu: bool,
         messages: Any,
         signature: int = 0,
@@ -561,7 +561,7 @@ class CudaFastPath:
         self.clear_last()
 
     @property
-    def last(self) -> Launch | None:
+    def last(self) -> KernelLaunch | None:
         """Launch of the last operation, if it was a fast call."""
         found = self._launches.get(int(self._state[layout.STATE_LAST_RECORD // 8]))
         return None if found is None else found[0]

@@ -35,7 +35,7 @@ from miraccl.errors import (
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.copies import CopyLaunch, WindowPosition
 from miraccl.executor.cuda.gpu import Gpu
-from miraccl.executor.cuda.launch import Kernels, Launch, driver_addresses
+from miraccl.executor.cuda.launch import KernelLaunch, Kernels, driver_addresses
 from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.message_launch import MessageLaunches
 from miraccl.executor.cuda.messages import WarpQueueRules
@@ -70,7 +70,7 @@ from miraccl.transport.cuda_p2p import Explanation, SymmetricMemory
 from miraccl.types import Collective, DType, Operator, RedOp
 
 _log = trace.logger("init")
-AnyLaunch = Launch | OneSidedLaunch | CopyLaunch | StagedLaunch
+AnyLaunch = KernelLaunch | OneSidedLaunch | CopyLaunch | StagedLaunch
 CLOSE_WAIT_S = 10.0
 
 
@@ -155,7 +155,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
             direct=self.symmetric.all_direct,
         )
         self._kernels = Kernels(self.gpu)
-        self._launches: dict[tuple[Any, ...], Launch | OneSidedLaunch] = {}
+        self._launches: dict[tuple[Any, ...], KernelLaunch | OneSidedLaunch] = {}
         self._windows: DeviceWindows | None = None
         self._same_window_offset = True
         self._engines = CopyEngines(
@@ -364,10 +364,10 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
             return False
         return True
 
-    def _prepare(self, key: tuple[Any, ...]) -> Launch | OneSidedLaunch:
+    def _prepare(self, key: tuple[Any, ...]) -> KernelLaunch | OneSidedLaunch:
         collective, dtype, count, op, root = key
         request = self.request(collective, dtype, count, op, root)
-        launch: Launch | OneSidedLaunch
+        launch: KernelLaunch | OneSidedLaunch
         with self.gpu.device_guard():
             if self.nranks == 1:
                 launch = self._kernels.prepare_scale(request, self._comm_args)
@@ -385,7 +385,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         engines = self._engines.may_handle(
             collective, self._windows is not None, request.block_bytes
         )
-        if isinstance(launch, Launch) and not engines:
+        if isinstance(launch, KernelLaunch) and not engines:
             # With copy engines the launch depends on the addresses, so each call selects it.
             self._fast_path.add_collective(
                 collective,
