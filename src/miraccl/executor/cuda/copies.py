@@ -186,7 +186,7 @@ def barrier_launch(
 
 
 class CopyLaunch:
-    """Launch of one collective of one size into one window position; like ``launch.Launch`` it
+    """Launch of one collective of one size into one window position; like ``launch.KernelLaunch`` it
     neither
     waits nor allocates.
     """

@@ -37,7 +37,7 @@ def make_launch(
 
 
 class OneSidedLaunch:
-    """Launch of one collective of one size at any window position; like ``launch.Launch`` it
+    """Launch of one collective of one size at any window position; like ``launch.KernelLaunch`` it
     neither
     waits nor allocates once a position is known.
     """

@@ -166,7 +166,7 @@ def staged_plan(request: Request) -> DevicePlan:
 
 
 class StagedLaunch:
-    """Launch of one collective of one size; like ``launch.Launch`` it does not wait."""
+    """Launch of one collective of one size; like ``launch.KernelLaunch`` it does not wait."""
 
     threads = 1 << 20  # its end resets the buffer: ordered like launches that use the whole GPU
 
