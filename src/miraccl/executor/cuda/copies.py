@@ -186,10 +186,7 @@ def barrier_launch(
 
 
 class CopyLaunch:
-    """Launch of one collective of one size into one window position; like ``launch.KernelLaunch`` it
-    neither
-    waits nor allocates.
-    """
+    """Launch of one collective of one size into a window position; neither waits nor allocates."""
 
     def __init__(
         self,
