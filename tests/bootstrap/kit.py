@@ -28,6 +28,7 @@ from miraccl.bootstrap import (
     connect,
     create_hub,
 )
+from miraccl.bootstrap.session import LinkSession
 from miraccl.errors import BootstrapError
 
 PATIENCE = (
@@ -76,7 +77,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @contextlib.contextmanager
-def job(nranks: int, hosts: Sequence[str] | None = ("127.0.0.1",)) -> Iterator[list[Session]]:
+def job(nranks: int, hosts: Sequence[str] | None = ("127.0.0.1",)) -> Iterator[list[LinkSession]]:
     """Sessions of a job whose ranks are threads of this process."""
     unique_id, root = create_hub(hosts=hosts)
     sessions = in_threads(
@@ -86,7 +87,7 @@ def job(nranks: int, hosts: Sequence[str] | None = ("127.0.0.1",)) -> Iterator[l
         ]
     )
     for session in sessions:
-        assert isinstance(session, Session), session
+        assert isinstance(session, LinkSession), session
     try:
         yield sessions
     finally:
@@ -167,7 +168,7 @@ class Child:
         self.pipe.close()
 
 
-def report_events(session: Session, pipe: Connection) -> None:
+def report_events(session: LinkSession, pipe: Connection) -> None:
     """Send events through the pipe as (kind, rank, reason)."""
 
     def send(event: Event) -> None:

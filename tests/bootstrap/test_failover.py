@@ -17,7 +17,6 @@ from miraccl.bootstrap import (
     Notice,
     PeerLeft,
     PeerLost,
-    Session,
     UniqueId,
     connect,
     create_hub,
@@ -26,6 +25,7 @@ from miraccl.bootstrap import (
 )
 from miraccl.bootstrap.launch import detect_launch, join_launch
 from miraccl.bootstrap.link import SocketLink
+from miraccl.bootstrap.session import LinkSession
 from miraccl.wire import bootstrap_hub
 from tests.bootstrap.kit import (
     PATIENCE,
@@ -40,7 +40,7 @@ from tests.bootstrap.kit import (
 
 pytestmark = pytest.mark.multiprocess
 
-Join = Callable[[int], Session]
+Join = Callable[[int], LinkSession]
 
 
 def survivor(join: Join, rank: int) -> Callable[[Connection], None]:
@@ -53,7 +53,7 @@ def survivor(join: Join, rank: int) -> Callable[[Connection], None]:
             lambda event: notices.append(event.payload["n"]) if hasattr(event, "payload") else None
         )
         pipe.send("met")
-        part: Session | None = None
+        part: LinkSession | None = None
         while True:
             call, argument = pipe.recv()
             if call == "shrink":
@@ -100,7 +100,7 @@ def by_unique_id(unique_id: UniqueId) -> Join:
 
 
 def by_port(port: int) -> Join:
-    def join(rank: int) -> Session:
+    def join(rank: int) -> LinkSession:
         environ = {
             "RANK": str(rank),
             "WORLD_SIZE": "8",
@@ -115,7 +115,7 @@ def by_port(port: int) -> Join:
 def hub_in_rank_0(unique_id: UniqueId) -> Join:
     """As with ``get_unique_id`` in rank 0."""
 
-    def join(rank: int) -> Session:
+    def join(rank: int) -> LinkSession:
         host, port = unique_id.addresses[0]
         hub = None
         if rank == 0:
@@ -165,7 +165,7 @@ def test_several_deaths_at_once(spawn: Any) -> None:
 def test_calls_in_progress_complete_at_the_new_hub() -> None:
     """A gather, a status query and a notice that the lost hub did not complete."""
     unique_id, hub = create_hub(nranks=3, hosts=["127.0.0.1"])
-    sessions: list[Session] = in_threads(
+    sessions: list[LinkSession] = in_threads(
         [lambda r=r: connect(unique_id, r, 3, PATIENCE, session_timeout=PATIENCE) for r in range(3)]
     )
     inbox = Inbox(sessions[1])
@@ -231,7 +231,7 @@ def test_without_a_standby_port_the_control_plane_is_lost(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(failover, "listen", no_descriptor)
     unique_id, hub = create_hub(nranks=2, hosts=["127.0.0.1"])
-    sessions: list[Session] = in_threads(
+    sessions: list[LinkSession] = in_threads(
         [lambda r=r: connect(unique_id, r, 2, PATIENCE, session_timeout=PATIENCE) for r in range(2)]
     )
     inbox = Inbox(sessions[0])

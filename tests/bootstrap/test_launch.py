@@ -20,7 +20,6 @@ from miraccl.bootstrap import (
     HubServer,
     Launch,
     PortRendezvous,
-    Session,
     UniqueId,
     create_hub,
     detect_launch,
@@ -30,6 +29,7 @@ from miraccl.bootstrap import (
 )
 from miraccl.bootstrap.nodelist import expand_nodelist
 from miraccl.bootstrap.runtime_file import job_of_parent, publish_id, remove_id, runtime_folder
+from miraccl.bootstrap.session import LinkSession
 from miraccl.errors import BootstrapError, InvalidUsage, SystemFailure
 from tests.bootstrap.kit import (
     PATIENCE,
@@ -469,14 +469,14 @@ def test_an_illegal_launch_cannot_be_made():
 # --- meetings ---
 
 
-def _meet_all(environs: list[dict[str, str]], timeout: float = PATIENCE) -> list[Session]:
+def _meet_all(environs: list[dict[str, str]], timeout: float = PATIENCE) -> list[LinkSession]:
     sessions = in_threads([lambda e=e: join_launch(detect_launch(e), timeout) for e in environs])
     for session in sessions:
-        assert isinstance(session, Session), session
+        assert isinstance(session, LinkSession), session
     return sessions
 
 
-def _close(sessions: list[Session]) -> None:
+def _close(sessions: list[LinkSession]) -> None:
     root = sessions[0].hub
     for session in sessions:
         session.close()

@@ -14,7 +14,6 @@ import pytest
 from miraccl.bootstrap import (
     Notice,
     PeerLeft,
-    Session,
     StatusRequest,
     UniqueId,
     connect,
@@ -27,6 +26,7 @@ from miraccl.bootstrap import (
 )
 from miraccl.bootstrap.host import host_fingerprint, network_fingerprint
 from miraccl.bootstrap.link import SocketLink
+from miraccl.bootstrap.session import LinkSession
 from miraccl.errors import (
     AuthenticationError,
     BootstrapError,
@@ -476,14 +476,14 @@ def test_the_hub_ends_when_all_have_left_and_its_port_is_free():
 def test_a_hub_of_many_jobs_lets_the_same_ranks_meet_again_also_before_they_have_left():
     unique_id, root = create_hub(nranks=2, hosts=["127.0.0.1"], reusable=True)
 
-    def meet() -> list[Session]:
+    def meet() -> list[LinkSession]:
         sessions = in_threads(
             [
                 lambda r=r: connect(unique_id, r, 2, PATIENCE, session_timeout=PATIENCE)
                 for r in range(2)
             ]
         )
-        assert all(isinstance(session, Session) for session in sessions), sessions
+        assert all(isinstance(session, LinkSession) for session in sessions), sessions
         return sessions
 
     first, second = meet(), meet()
@@ -545,7 +545,7 @@ def test_status_says_where_every_rank_is():
     unique_id, _ = create_hub(hosts=["127.0.0.1"])
     go, ready = threading.Event(), threading.Barrier(3)
     seen: list[int] = []
-    sessions: dict[int, Session] = {}
+    sessions: dict[int, LinkSession] = {}
 
     def rank(number):
         session = sessions[number] = connect(unique_id, number, 3, PATIENCE)

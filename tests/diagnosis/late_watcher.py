@@ -9,6 +9,7 @@ import threading
 from miraccl.bootstrap import Event, Session
 from miraccl.bootstrap.hub import READ_BYTES
 from miraccl.bootstrap.link import SocketLink
+from miraccl.bootstrap.session import LinkSession
 
 PATIENCE_S = 20.0
 
@@ -17,6 +18,7 @@ class LateWatcher:
     """Stalls the watcher of ``session`` before each event until ``release``."""
 
     def __init__(self, session: Session) -> None:
+        assert isinstance(session, LinkSession)
         assert isinstance(session._link, SocketLink)
         self._link = session._link
         self._here, self._go = threading.Semaphore(0), threading.Semaphore(0)

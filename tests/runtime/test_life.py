@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 import miraccl
 from miraccl import Communicator
 from miraccl.bootstrap import single_rank_session
+from miraccl.bootstrap.session import LinkSession
 from miraccl.diagnosis import faults
 from miraccl.errors import (
     CollectiveMismatch,
@@ -328,6 +329,7 @@ def test_woken_thread_continues_after_others_are_notified(
         if comm.rank == 1:
             until(lambda: mine.fault is not None)
             return
+        assert isinstance(session, LinkSession)
         link, seen, notify = session._link, [], session.notify
         assert link is not None
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import miraccl
 from miraccl.bootstrap.link import SocketLink
+from miraccl.bootstrap.session import LinkSession
 from miraccl.schedule import catalog
 from tests.diagnosis import fault_ranks
 from tests.runtime import sweep_ranks
@@ -105,6 +106,7 @@ def under_garbage(ranks_per_host: int) -> int:
         ]
         session = comm._core.session
         everyone = [eval(blob) for blob in session.all_gather(repr(mine).encode(), "ports")]
+        assert isinstance(session, LinkSession)
         link = session._link
         assert isinstance(link, SocketLink)
         doors = [door for doors in everyone for door in doors] + [link._sock.getpeername()[:2]]

@@ -13,6 +13,7 @@ import pytest
 import miraccl
 from miraccl import Communicator
 from miraccl.bootstrap import Session, control_link
+from miraccl.bootstrap.session import LinkSession
 from miraccl.clock import VirtualClock, use
 from miraccl.deadline import Deadline
 from miraccl.errors import (
@@ -104,6 +105,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Cl
 def test_ended_phases_are_dropped() -> None:
     def work(comm: Communicator) -> None:
         session = comm._core.session
+        assert isinstance(session, LinkSession)
         before = list(session._callbacks)
         with SetupPhases(session, activity="a test").cancel_on_loss():
             assert len(session._callbacks) == len(before) + 1

@@ -1,5 +1,6 @@
 """Rendezvous of the ranks of a job, and the control plane that connects them while it runs."""
 
+from miraccl.bootstrap.contract import Session
 from miraccl.bootstrap.events import HUB, Event, Notice, PeerLeft, PeerLost, StatusRequest
 from miraccl.bootstrap.hub import HubServer, create_hub, get_unique_id
 from miraccl.bootstrap.join import connect
@@ -10,7 +11,8 @@ from miraccl.bootstrap.launch import (
     detect_launch,
     join_launch,
 )
-from miraccl.bootstrap.session import Session, single_rank_session
+from miraccl.bootstrap.memory import InMemoryJob
+from miraccl.bootstrap.session import single_rank_session
 from miraccl.bootstrap.unique_id import UniqueId
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "PeerLost",
     "PortRendezvous",
     "HubServer",
+    "InMemoryJob",
     "Session",
     "StatusRequest",
     "UniqueId",

@@ -17,7 +17,7 @@ from miraccl.bootstrap.host import host_fingerprint, network_fingerprint, proces
 from miraccl.bootstrap.hub import HubServer
 from miraccl.bootstrap.interfaces import choose_addresses, is_loopback, rail_addresses
 from miraccl.bootstrap.link import HubDisconnected, JobAlreadyFormed, RankTaken, SocketLink
-from miraccl.bootstrap.session import Session, single_rank_session
+from miraccl.bootstrap.session import LinkSession, single_rank_session
 from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, MiracclError, SystemFailure
@@ -48,7 +48,7 @@ def connect(
     hub: HubServer | None = None,
     thread_ids: Sequence[int] = (),
     poll: Callable[[], None] = _no_op,
-) -> Session:
+) -> LinkSession:
     """Join the job of ``unique_id`` as ``rank``; return when all ranks have joined.
 
     ``timeout``: seconds, or the deadline of an enclosing operation; default
@@ -131,7 +131,7 @@ def join_job(
     route_to: str | None = None,
     thread_ids: Sequence[int] = (),
     poll: Callable[[], None] = _no_op,
-) -> Session:
+) -> LinkSession:
     """Join a job at one of ``targets``, a list of (host, port); see ``Dialer`` for ``probing``.
 
     ``route_to``: host whose route decides which address this rank announces, default the first of
@@ -156,7 +156,7 @@ def join_job(
         poll=poll,
     )
     link, meeting = search.run()
-    session = Session(
+    session = LinkSession(
         link=link,
         membership=meeting,
         ranks=tuple(range(nranks)),

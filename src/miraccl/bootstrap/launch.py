@@ -42,7 +42,7 @@ from miraccl.bootstrap.interfaces import is_local_host, is_loopback
 from miraccl.bootstrap.join import connect, join_job
 from miraccl.bootstrap.nodelist import expand_nodelist
 from miraccl.bootstrap.runtime_file import job_of_parent, publish_id, remove_id, wait_for_id
-from miraccl.bootstrap.session import Session, single_rank_session
+from miraccl.bootstrap.session import LinkSession, single_rank_session
 from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, InvalidUsage, SystemFailure
@@ -449,7 +449,7 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 def join_launch(
     launch: Launch, timeout: float | Deadline | None = None, session_timeout: float | None = None
-) -> Session:
+) -> LinkSession:
     """Join the other ranks of this launch; ``timeout`` and errors as ``connect``."""
     deadline = Deadline.after(params.BOOTSTRAP_TIMEOUT.read() if timeout is None else timeout)
     session_timeout = params.TIMEOUT.read() if session_timeout is None else session_timeout
@@ -472,7 +472,7 @@ def join_launch(
 
 def _join_at_port(
     launch: Launch, rendezvous: PortRendezvous, deadline: Deadline, session_timeout: float
-) -> Session:
+) -> LinkSession:
     if rendezvous.derived and not is_loopback(rendezvous.host) and launch.rank == 0:
         _log.info(
             "the job's secret is derived from its id; set MIRACCL_SECRET on an untrusted network"
@@ -542,7 +542,7 @@ def _listen_in_range(rendezvous: PortRendezvous, nranks: int) -> HubServer:
 
 def _join_by_file(
     launch: Launch, rendezvous: FileRendezvous, deadline: Deadline, session_timeout: float
-) -> Session:
+) -> LinkSession:
     job = rendezvous.job or job_of_parent()
     if launch.rank != 0:
         return wait_for_id(

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from miraccl import clock
 from miraccl.bootstrap.dial import ControlPlaneUnreachable
-from miraccl.bootstrap.session import Session
+from miraccl.bootstrap.session import LinkSession
 from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.deadline import Deadline
 from miraccl.errors import (
@@ -118,8 +118,8 @@ def _read_id(path: str) -> UniqueId | None:
 
 
 def wait_for_id(
-    job: str, deadline: Deadline, join: Callable[[UniqueId, float], Session]
-) -> Session:
+    job: str, deadline: Deadline, join: Callable[[UniqueId, float], LinkSession]
+) -> LinkSession:
     """Call ``join(unique_id, dial_timeout)`` with the id that rank 0 writes for ``job``.
 
     Raises ``BootstrapError`` at the deadline if there is no id, or the last error of ``join``.

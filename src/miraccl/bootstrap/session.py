@@ -11,10 +11,11 @@ import contextlib
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from miraccl import trace
+from miraccl.bootstrap.contract import EventCallback, StatusProvider
 from miraccl.bootstrap.control_link import ControlLink, Membership, WaitFailure
 from miraccl.bootstrap.events import HUB, Event, Notice, PeerLeft, PeerLost, StatusRequest
 from miraccl.bootstrap.host import host_fingerprint, network_fingerprint, process_token
@@ -36,21 +37,15 @@ from miraccl.wire.bootstrap import format_ranks
 from miraccl.wire.bootstrap_messages import Join
 
 _log = trace.logger("bootstrap")
-EventCallback = Callable[[Event], None]
-StatusProvider = Callable[[], dict[str, Any]]
 #: Events stored for a session without a callback.
 MAX_BACKLOG = 4096
 
 
-class Session:
-    """Control plane of one group of ranks.
+class LinkSession:
+    """Session over a link; ``link`` None is a job of one rank.
 
-    Made by ``connect``, ``join_launch`` or ``single_rank_session``. ``timeout``: seconds, deadline
-    of calls that give none. ``addresses[r]``: address of rank r that all ranks of the job can
-    reach; ``hosts[r]``: equal for ranks that share a host; ``pids[r]``: its process.
-    ``status_provider``, also as an attribute set later, adds to this rank's replies to status
-    queries; ``thread_ids``: threads whose location is reported, by default the one that made the
-    session.
+    Made by ``connect``, ``join_launch``, ``single_rank_session`` or ``InMemoryJob``. The session of
+    the whole job and those split from it with ``subgroup`` share one link.
     """
 
     def __init__(
@@ -107,7 +102,6 @@ class Session:
 
     @property
     def key(self) -> str:
-        """Name of this session, unique and the same on all ranks."""
         return hashlib.sha256(b"key of a session" + self.data_key).hexdigest()[:16]
 
     @property
@@ -120,12 +114,6 @@ class Session:
     def all_gather(
         self, data: bytes, tag: str, timeout: float | Deadline | None = None
     ) -> list[bytes]:
-        """Return every rank's ``data`` in rank order.
-
-        Calls with different tags may overlap; calls with one tag match in order. ``timeout``:
-        seconds, or the deadline of an enclosing operation. Raises ``CollectiveTimeout`` naming the
-        missing ranks, ``PeerDied`` if a rank of the group died, ``BootstrapError`` if one left.
-        """
         data = bytes(data)
         op = f"all_gather {tag!r} of {self.name}"
         self._check_open(op)
@@ -138,22 +126,13 @@ class Session:
         return list(result)
 
     def end_gather(self, tag: str, reason: str) -> None:
-        """End this rank's ``all_gather`` with this tag: it raises ``CommunicatorAborted``.
-
-        Any thread may call it.
-        """
         if self._link is not None:
             self._link.end_gather(self._group, tag, reason)
 
     def barrier(self, tag: str, timeout: float | None = None) -> None:
-        """Return when all ranks have called it."""
         self.all_gather(b"", f"barrier {tag}", timeout)
 
     def notify(self, payload: dict[str, Any]) -> None:
-        """Send a notice (plain JSON values) to all other ranks, without waiting for them.
-
-        Raises if the control plane is gone.
-        """
         data = framing.encode_json(payload)
         self._check_open("notify")
         if self._link is not None:
@@ -162,14 +141,10 @@ class Session:
                 raise self._error(failure, "notify", 0.0)
 
     def drain(self, timeout: float) -> None:
-        """Wait until this rank has handled all messages received so far, at most ``timeout``
-        seconds.
-        """
         if self._link is not None:
             self._link.drain(timeout)
 
     def gone(self) -> frozenset[int]:
-        """Return the ranks that are known to have died or left."""
         return (
             frozenset(self._local_rank_of[rank] for rank in self._link.gone(self._group))
             if self._link is not None
@@ -177,10 +152,6 @@ class Session:
         )
 
     def wait_until_delivered(self, timeout: float, without: Collection[int] = ()) -> None:
-        """Wait until the others have handled this rank's messages, at most ``timeout`` seconds.
-
-        Ranks that are gone, or in ``without``, are not waited for.
-        """
         self._check_open("wait_until_heard")
         if self._link is not None:  # a rank replies after it has handled earlier messages
             self._link.query_status(self._group, timeout, [self._ranks[r] for r in without])
@@ -188,13 +159,6 @@ class Session:
     def request_status(
         self, timeout: float = 1.0, without: Collection[int] = ()
     ) -> dict[int, dict[str, Any]]:
-        """Return the status of each rank after at most ``timeout`` seconds.
-
-        A reply has ``answered: True``, pid, host, ``threads`` (``where``: file:line function
-        outside this package, and its ``stack``, of each thread) and ``status``, the result of the
-        provider. A rank that did not reply has ``answered: False`` and a ``reason``. Ranks of
-        ``without`` are not waited for.
-        """
         self._check_open("request_status")
         answers = {self.rank: framing.decode_json(self._own_status())}
         if self._link is not None:
@@ -216,12 +180,7 @@ class Session:
             )
         return dict(sorted(answers.items()))
 
-    def subgroup(self, ranks: Sequence[int], name: str) -> Session:
-        """Return a session for some of the ranks, renumbered in the order given.
-
-        Each of them calls it with the same arguments; it does not wait for the others. It uses the
-        same connection and outlives this session.
-        """
+    def subgroup(self, ranks: Sequence[int], name: str) -> LinkSession:
         self._check_open("sub")
         chosen = tuple(ranks)
         if (
@@ -247,7 +206,7 @@ class Session:
             self._subgroup_counts[chosen, name] = number + 1
         label = f"{self._group}/{','.join(map(str, chosen))}/{number}/{name}"
         group = int.from_bytes(hashlib.sha256(label.encode()).digest()[:8], "big") or 1
-        session = Session(
+        session = LinkSession(
             link=self._link,
             membership=self._membership,
             ranks=tuple(self._ranks[r] for r in chosen),
@@ -264,10 +223,6 @@ class Session:
     # --- events ---
 
     def on_event(self, callback: EventCallback) -> None:
-        """Call ``callback(event)`` on the watcher thread for every event, first for earlier ones.
-
-        It must not block.
-        """
         with self._lock:
             self._callbacks.append(callback)
             backlog, self._backlog = self._backlog, []
@@ -275,7 +230,6 @@ class Session:
             self._link.run_on_watcher(lambda: self._replay(callback, backlog))
 
     def off_event(self, callback: EventCallback) -> None:
-        """Stop calling ``callback``, whose last call may still be running on the watcher thread."""
         with self._lock:
             self._callbacks.remove(callback)
 
@@ -333,10 +287,6 @@ class Session:
     # --- end ---
 
     def close(self, reason: str = "finalized") -> None:
-        """Leave the session; the others see ``PeerLeft``.
-
-        May be called twice. Sessions split from this one stay open.
-        """
         with self._lock:
             if self._closed:
                 return
@@ -344,7 +294,7 @@ class Session:
         if self._link is not None:
             self._link.detach(self._group, reason)
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> LinkSession:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -403,7 +353,7 @@ def _addresses(members: list[Join]) -> list[str]:
     return [member.addresses[0] if member.addresses else "127.0.0.1" for member in members]
 
 
-def single_rank_session(timeout: float = 60.0) -> Session:
+def single_rank_session(timeout: float = 60.0) -> LinkSession:
     """Return the session of a job of one rank: without socket and thread."""
     member = Join(
         host=host_fingerprint(),
@@ -416,7 +366,7 @@ def single_rank_session(timeout: float = 60.0) -> Session:
         timeout_left=timeout,
         standby_port=0,
     )
-    return Session(
+    return LinkSession(
         link=None,
         membership=Membership(members=(member,), hub_rank=0),
         ranks=(0,),

@@ -141,7 +141,7 @@ def _rendezvous(
     trace.configure()
     options = Options.create(timeout=deadline.seconds, cta_policy="efficiency")
     if size == 1:
-        session = single_rank_session(deadline.seconds)
+        session: Session = single_rank_session(deadline.seconds)
     elif rank == 0:
         session = _join_as_root(store, size, deadline, creation.look)
     else:
