@@ -84,7 +84,7 @@ class TestInMemorySession(SessionConformance):
 def test_deadlines_of_virtual_ranks_pass_without_waiting() -> None:
     with clock.use(clock.VirtualClock()):
         job = InMemoryJob(2, timeout=3600.0)
-        with pytest.raises(CollectiveTimeout, match="did not arrive within 3.6e\\+03 s"):
+        with pytest.raises(CollectiveTimeout, match=r"did not arrive within 3\.6e\+03 s"):
             job.sessions[0].all_gather(b"", "x")
         job.close()
 

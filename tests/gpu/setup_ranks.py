@@ -16,6 +16,7 @@ import numpy as np
 
 from miraccl.api.communicator import Communicator
 from miraccl.bootstrap import Session, control_link
+from miraccl.bootstrap.session import LinkSession
 from miraccl.deadline import Deadline
 from miraccl.errors import MiracclError
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
@@ -82,14 +83,14 @@ def _at_phases(prefixes: tuple[str, ...], act: Callable[[Deadline], Deadline | N
     """Run ``act`` before this rank enters phases with this name prefix; it may replace their
     deadline.
     """
-    gather = Session.all_gather
+    gather = LinkSession.all_gather
 
     def later(session: Session, data: bytes, tag: str, timeout: Any = None) -> list[bytes]:
         if tag.startswith(prefixes) and isinstance(timeout, Deadline):
             timeout = act(timeout) or timeout
         return gather(session, data, tag, timeout)
 
-    vars_of: Any = Session
+    vars_of: Any = LinkSession
     vars_of.all_gather = later
 
 

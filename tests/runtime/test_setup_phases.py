@@ -12,7 +12,7 @@ import pytest
 
 import miraccl
 from miraccl import Communicator
-from miraccl.bootstrap import Session, control_link
+from miraccl.bootstrap import control_link
 from miraccl.bootstrap.session import LinkSession
 from miraccl.clock import VirtualClock, use
 from miraccl.deadline import Deadline
@@ -50,10 +50,10 @@ class Clock:
             threading.Event(),
         )
         self.deadlines: list[list[Deadline]] = [[], []]
-        self._gather = Session.all_gather
+        self._gather = LinkSession.all_gather
 
     def all_gather(
-        self, session: Session, data: bytes, tag: str, timeout: Any = None
+        self, session: LinkSession, data: bytes, tag: str, timeout: Any = None
     ) -> list[bytes]:
         if self.on.is_set() and isinstance(timeout, Deadline):
             self.deadlines[session.rank].append(timeout)
@@ -97,7 +97,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Clock:
     clock = Clock(getattr(request, "param", "fabric ready"))
-    monkeypatch.setattr(Session, "all_gather", lambda *args: clock.all_gather(*args))
+    monkeypatch.setattr(LinkSession, "all_gather", lambda *args: clock.all_gather(*args))
     monkeypatch.setattr(control_link, "GRACE_SECONDS", 20.0)  # for the hub, which tells who is late
     return clock
 

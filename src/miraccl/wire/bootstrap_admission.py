@@ -120,10 +120,10 @@ class Admission:
             raise ProtocolError("not a Hello")
         if version != VERSION:
             self.note(
-                (
+
                     f"a connection from {_host_of(peer.address)} speaks version {version}, "
                     f"this is version {VERSION}"
-                )
+
             )
             raise WrongVersion(f"version {version}, this is version {VERSION}")
         hello = framing.decode(frame, {Hello.KIND: Hello})
