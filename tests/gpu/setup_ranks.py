@@ -85,7 +85,7 @@ def _at_phases(prefixes: tuple[str, ...], act: Callable[[Deadline], Deadline | N
     """
     gather = LinkSession.all_gather
 
-    def later(session: Session, data: bytes, tag: str, timeout: Any = None) -> list[bytes]:
+    def later(session: LinkSession, data: bytes, tag: str, timeout: Any = None) -> list[bytes]:
         if tag.startswith(prefixes) and isinstance(timeout, Deadline):
             timeout = act(timeout) or timeout
         return gather(session, data, tag, timeout)
