@@ -766,7 +766,7 @@ def test_messages_to_the_own_rank_pair_up() -> None:
     assert len(lowered.positions) == 2
     with pytest.raises(InvalidUsage, match="to itself: 1 sends and 0 receives"):
         lower_messages([message(0, 5)], comm_args(2), rules(2))
-    with pytest.raises(InvalidUsage, match=r"5 x uint8 .* and receives 1 x float32"):
+    with pytest.raises(InvalidUsage, match=r"5 x uint8 .* received 1 x float32"):
         lower_messages(
             [message(0, 5), message(0, 4, receives=True, dtype=DType.FLOAT32)],
             comm_args(2),
