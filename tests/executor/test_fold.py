@@ -7,10 +7,10 @@ import pytest
 
 from miraccl import DType, PreMulSum, RedOp
 from miraccl.executor.cpu.context import call_kernel, fold_kernel, scale_kernel
-from miraccl.executor.cpu.kernels.layout import BLOCK
+from miraccl.executor.cpu.kernels.layout import FOLD_BLOCK
 from tests.runtime import reference as ref
 
-COUNTS = (0, 1, 7, 64, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 5)
+COUNTS = (0, 1, 7, 64, FOLD_BLOCK - 1, FOLD_BLOCK, FOLD_BLOCK + 1, 2 * FOLD_BLOCK + 5)
 NO_SIGN = (RedOp.MIN, RedOp.MAX)  # of two zeros either may be the smaller
 
 
@@ -42,14 +42,14 @@ def fold(
     memory = Memory(rng)
     places = [memory.place(a) for a in arrays]
     target, result = places[over] if over is not None else memory.place(np.zeros_like(arrays[0]))
-    keep = np.zeros(BLOCK + 8, np.int64)
-    keep[BLOCK:] = 77
+    keep = np.zeros(FOLD_BLOCK + 8, np.int64)
+    keep[FOLD_BLOCK:] = 77
     sources = np.array([keep.ctypes.data, *(address for address, _ in places)], np.int64)
     call_kernel(
         fold_kernel(dtype, op), target, int(sources.ctypes.data), len(arrays), arrays[0].size
     )
     memory.check()
-    assert (keep[BLOCK:] == 77).all()
+    assert (keep[FOLD_BLOCK:] == 77).all()
     for number, (array, (_, placed)) in enumerate(zip(arrays, places)):
         if number != over:
             assert (placed == array.view(np.uint8)).all(), "a source was written"

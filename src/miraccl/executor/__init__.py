@@ -1,1 +1,3 @@
-"""What runs schedules: ``cpu`` in compiled code on processors, ``cuda`` in kernels on NVIDIA GPUs."""
+"""Executors of schedules: ``cpu`` in compiled code on processors, ``cuda`` in kernels on NVIDIA
+GPUs.
+"""

@@ -79,7 +79,7 @@ def best_us(action: Callable[[], None], budget_s: float) -> float:
 def measure_folds(constants: CpuConstants) -> CpuConstants:
     """Measure the bandwidth of reducing two vectors into one of them, capped by that of copies."""
     fold = fold_kernel(DType.FLOAT32, RedOp.SUM)
-    keep = np.zeros(layout.BLOCK, np.int64)
+    keep = np.zeros(layout.FOLD_BLOCK, np.int64)
     folds = []
     for size, copy in zip(constants.sizes, constants.copy, strict=True):
         count = size // 2 // 4  # the working set is two vectors

@@ -1,1 +1,1 @@
-"""Schedules on CPU ranks: compiled loops over flat arrays."""
+"""Executor of schedules on CPU ranks: compiled loops over flat arrays."""

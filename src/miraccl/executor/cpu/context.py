@@ -137,16 +137,15 @@ class Context:
         self._send = np.zeros((nranks, layout.CONN_SIZE // 8), np.int64)
         self._recv = np.zeros((nranks, layout.CONN_SIZE // 8), np.int64)
         self._ctrls = np.zeros(nranks, np.int64)
-        self._scratch = np.zeros(
-            layout.SCRATCH_SOURCES // 8 + 1 + 3 * nranks, np.int64
-        )  # of each source three words: ``kernels.operands``
+        # of each source three words: ``kernels.operands``
+        self._scratch = np.zeros(layout.SCRATCH_SOURCES // 8 + 1 + 3 * nranks, np.int64)
         self._stage = np.zeros(stage_bytes + 64, np.int8)
         self._sendrecv_ops = np.zeros(2 * layout.OP_SIZE // 8, np.int64)
         self._counts = np.zeros(layout.COUNTS_BLOCKS // 8 + 2 * nranks, np.int64)
         self._masks = np.zeros(2 * layout.CPU_SET_BYTES // 8, np.int64)
         self.gone = np.zeros(nranks, np.int64)
         self.control_waits = np.zeros((nranks, layout.CONTROL_WAIT_SIZE // 8), np.int64)
-        self._accumulators = np.zeros(layout.BLOCK, np.int64)
+        self._accumulators = np.zeros(layout.FOLD_BLOCK, np.int64)
         self._dtypes = arrays.descriptor_addresses()
         self._plans = np.full((PLAN_SLOTS, layout.PLAN_SIZE // 8), -1, np.int64)
         self._runs: dict[int, Run] = {}
@@ -256,9 +255,8 @@ class Context:
         self.words[first : first + 3] = 0
         if kept[0] is None:
             raise KeyboardInterrupt
-        _restore_exception(
-            *kept
-        )  # ctypes finds the exception set when the call returns, and raises it
+        # ctypes finds the exception set when the call returns, and raises it
+        _restore_exception(*kept)
         raise AssertionError("unreachable")
 
     def record_control_wait(self, rank: int, seq: int, sent: int) -> None:
@@ -308,9 +306,8 @@ class Context:
         Who gives a ``run`` holds it as long as the door."""
         record = np.array([self.address, int(collective), arg, run.address if run else 0], np.int64)
         call = native.builtin(collective.label, _engine(kind), int(record.ctypes.data))
-        (self._fast_calls if run is None else run.owned).append(
-            record
-        )  # the door of a run lives no longer than the run
+        # the door of a run lives no longer than the run
+        (self._fast_calls if run is None else run.owned).append(record)
         return cast("Callable[..., int]", call)
 
     def cache_run(

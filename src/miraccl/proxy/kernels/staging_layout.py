@@ -1,36 +1,36 @@
-"""Where the words of a lane and of its jobs lie: for ``proxy.staging``, which makes them, and ``kernels.lane``, which works on them.
+"""Offsets of the words of a staging thread and of its jobs: bytes; words of 8 bytes.
 
-All are words of 8 bytes; offsets are in bytes.
+``proxy.staging`` makes the records, ``kernels.staging`` works on them.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-# ---- a slot's words, which the stream and the lane share; streams write and wait for the lower half
+# ---- a slot's words, shared by a stream and a thread; streams use the lower 32 bits
 
 SLOT_STRIDE: Final = 128
-READY_OFFSET: Final = 0  # the number of the job whose piece is there
-DONE_OFFSET: Final = 64  # 1 when it is answered
+READY_OFFSET: Final = 0  # number of the job whose segment is ready
+DONE_OFFSET: Final = 64  # 1 when the segment is complete
 
-# ---- a lane
+# ---- a thread
 
 FLAGS: Final = 0  # address of slot 0's words
-NSLOTS: Final = 8  # of all lanes
-THREAD: Final = 16
+NSLOTS: Final = 8  # of all threads
+THREAD: Final = 16  # index of this thread
 NTHREADS: Final = 24
-JOBS: Final = 32  # address of the table of jobs; row 0 is none
-SLOT: Final = 40  # where the next piece comes
+JOBS: Final = 32  # address of the table of jobs; row 0 is unused
+SLOT: Final = 40  # slot of the next segment
 SEGMENT: Final = 48  # its number in the job
-PYTHON_JOB: Final = 56  # the job whose piece Python runs, or 0
-CODE: Final = 64  # what the call of that piece gave, 0 if it was not begun
+PYTHON_JOB: Final = 56  # the job whose segment Python runs, or 0
+CODE: Final = 64  # result of that segment's call, 0 if it was not begun
 STOP: Final = 72
-DRAIN: Final = 80  # run nothing, but answer
-ANNOUNCED: Final = 88  # jobs that were announced, and those of them that have ended
-FINISHED: Final = 96
-CAPTURED: Final = 104  # a graph may bring pieces at any time
-DOORBELL: Final = 112  # futex: added to by whoever has news
-TIME: Final = 120  # two words for the system's clock
+DRAIN: Final = 80  # complete segments without running them
+ANNOUNCED: Final = 88  # jobs that were announced
+FINISHED: Final = 96  # those of them that have ended
+CAPTURED: Final = 104  # 1: a graph may bring segments at any time
+DOORBELL: Final = 112  # futex, incremented for every notification
+TIME: Final = 120  # struct timespec
 THREAD_BYTES: Final = 192
 
 # ---- a job
@@ -38,10 +38,10 @@ THREAD_BYTES: Final = 192
 JOB_NSEGMENTS: Final = 0
 JOB_STRIDE: Final = 8
 JOB_CAPTURED: Final = 16
-JOB_CALLS: Final = 24  # address of its calls, one a piece
+JOB_CALLS: Final = 24  # address of its calls, one per segment
 JOB_BYTES: Final = 32
 
-# ---- a call: ``function(a, b, 0, 0)`` gives 0, the code of an error, or NOT_BEGUN; function 0 is Python's part
+# ---- a call: ``function(a, b, 0, 0)`` returns 0, an error code or NOT_BEGUN; function 0: Python
 
 CALL_FUNCTION: Final = 0
 CALL_A: Final = 8
@@ -49,18 +49,18 @@ CALL_B: Final = 16
 CALL_BYTES: Final = 24
 NOT_BEGUN: Final = -1
 
-# ---- what ``serve`` gives
+# ---- results of ``serve``
 
-IDLE: Final = 0  # no piece is there, or the lane is to stop
-COMPLETED: Final = 1  # a piece was run and answered
-NEEDS_PYTHON: Final = 2  # Python runs the piece
-FAILED: Final = 3  # the call of the piece gave CODE
+IDLE: Final = 0  # no segment is ready, or the thread stops
+COMPLETED: Final = 1  # a segment was run and completed
+NEEDS_PYTHON: Final = 2  # Python runs the segment
+FAILED: Final = 3  # the segment's call returned CODE
 
-# ---- how a lane waits
+# ---- waiting
 
-SPIN_NS: Final = 2_000_000  # it looks without pause for so long after something happened
+SPIN_NS: Final = 2_000_000  # time without a sleep after the last segment
 MIN_SLEEP_NS: Final = 50_000
 MAX_SLEEP_NS: Final = 1_000_000
-SLEEP_FRACTION: Final = 20  # a pause is this part of the time since something happened: what is looked for so late is late by 5% at most
-IDLE_SLEEP_NS: Final = 1_000_000_000  # between looks where nothing can come unannounced
+SLEEP_FRACTION: Final = 20  # a sleep lasts 1/20 of the idle time: it delays a segment by 5% at most
+IDLE_SLEEP_NS: Final = 1_000_000_000  # where nothing can come unannounced
 POLLS_PER_YIELD: Final = 32

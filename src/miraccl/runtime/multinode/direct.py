@@ -168,7 +168,7 @@ class DirectOperation(StreamOperation):
             )
 
     def _fold(self, sources: Sequence[int], to: int, nbytes: int, kernel: int) -> None:
-        self._accumulators = np.zeros(layout.BLOCK, np.int64)
+        self._accumulators = np.zeros(layout.FOLD_BLOCK, np.int64)
         self._bases = np.array(sources, np.int64)
         self._sources = np.array([self._accumulators.ctypes.data, *sources], np.int64)
         write_words(

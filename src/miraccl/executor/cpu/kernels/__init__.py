@@ -1,4 +1,7 @@
-"""Kernel sources of the CPU executor. Only ``native.compiler`` imports the modules here that need Numba; ``layout`` is for all."""
+"""Kernel sources of the CPU executor.
 
-#: modules outside this package whose numbers end up in compiled code
+Only ``native.compiler`` imports the modules here that need Numba; ``layout`` is for every module.
+"""
+
+#: modules outside this package whose constants are part of the compiled code
 SOURCES = ("miraccl.types", "miraccl.schedule.ir", "miraccl.executor.cpu.sizes")

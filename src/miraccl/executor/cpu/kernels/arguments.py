@@ -1,4 +1,4 @@
-"""What doors read of Python's objects: headers of arrays, small numbers, lists of counts."""
+"""Readers of Python objects for the fast path: array headers, small integers, lists of counts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from miraccl.native.intrinsics import (
 from miraccl.types import DType
 
 INT64 = int(DType.INT64)
-MOST_COUNT = 1 << 48  # so that sums stay within a word; Python looks at more
+MAX_COUNT = 1 << 48  # sums stay within a word; larger counts go to the slow path
 READABLE = layout.ARRAY_C_CONTIGUOUS | layout.ARRAY_ALIGNED
 WRITABLE = READABLE | layout.ARRAY_WRITEABLE
 NTYPES = len(DType)
@@ -26,7 +26,7 @@ NTYPES = len(DType)
 
 @inline
 def is_usable(ctx: int, array: int, flags: int) -> bool:
-    """Whether it is a NumPy array that has these flags."""
+    """Return True for a NumPy array that has all of ``flags``."""
     if load(array + layout.OB_TYPE) != load(ctx + layout.CTX_ARRAY_TYPE):
         return False
     return load32(array + layout.ARRAY_FLAGS) & flags == flags
@@ -43,7 +43,7 @@ def element_count(array: int) -> int:
 
 @inline
 def dtype_code(ctx: int, array: int) -> int:
-    """The DType of its elements, -1 for what collectives do not carry."""
+    """Return the DType of an array's elements, -1 if collectives do not support it."""
     descr = load(array + layout.ARRAY_DESCR)
     table = load(ctx + layout.CTX_DTYPES)
     for code in range(NTYPES):
@@ -54,7 +54,10 @@ def dtype_code(ctx: int, array: int) -> int:
 
 @inline
 def common_dtype(ctx: int, x: int, out: int, writes: bool) -> int:
-    """The DType of two arrays, the second of which is written to perhaps; -1 where they have none in common or cannot be used."""
+    """Return the DType of two arrays, -1 if they differ or an array cannot be used.
+
+    ``writes``: the second array is an output.
+    """
     if not is_usable(ctx, x, READABLE) or not is_usable(ctx, out, WRITABLE if writes else READABLE):
         return -1
     dtype = dtype_code(ctx, x)
@@ -63,18 +66,21 @@ def common_dtype(ctx: int, x: int, out: int, writes: bool) -> int:
 
 @inline
 def small_int(ctx: int, thing: int, kind: int) -> int:
-    """The value of an object of exactly the type ``CTX_*_TYPE``; -1 for any other."""
+    """Return the value of an object whose exact type is ``CTX_*_TYPE``, -1 for any other object."""
     if load(thing + layout.OB_TYPE) != load(ctx + kind):
         return -1
     value = PyLong_AsLong(thing)
-    if value == -1:  # negative, or larger than a word: then an exception is set
+    if value == -1:  # negative, or larger than a word, which sets an exception
         PyErr_Clear()
     return value
 
 
 @inline
 def read_counts(ctx: int, counts: int, number: int, into: int) -> int:
-    """Write the counts of a list, a tuple or an array of int64 that has so many of them; their sum, -1 for anything else."""
+    """Read ``number`` counts from a list, a tuple or an int64 array and write them to ``into``.
+
+    Returns their sum, -1 for any other object or length.
+    """
     kind, words, size = load(counts + layout.OB_TYPE), 0, -1
     if kind == load(ctx + layout.CTX_LIST_TYPE):
         size = PyList_Size(counts)
@@ -96,7 +102,7 @@ def read_counts(ctx: int, counts: int, number: int, into: int) -> int:
             count = small_int(ctx, PyTuple_GetItem(counts, i), layout.CTX_INT_TYPE)
         else:
             count = load(words + 8 * i)
-        if count < 0 or count > MOST_COUNT:
+        if count < 0 or count > MAX_COUNT:
             return -1
         store(into + 8 * i, count)
         total += count

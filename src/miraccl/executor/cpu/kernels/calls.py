@@ -1,7 +1,7 @@
-"""From the arguments of a call to its run: what doors are handed is read and checked, the plan looked up, and its run started.
+"""From the arguments of a call to its run: read and check them, find the plan, start its run.
 
-Each ``parse_*`` returns the result of the run, or ``NOT_HANDLED`` for what is not an everyday call: Python looks at it, and says what is
-wrong.
+Each ``parse_*`` returns the result of the run, or ``NOT_HANDLED`` for an uncommon call, which the
+slow path checks and explains.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ write_counts = inline(set_counts)
 
 @inline
 def start_run(ctx: int, run: int) -> int:
+    """Run ``run``, whose addresses are set, as the communicator's next operation."""
     if (
         load(ctx + layout.CTX_THREADED) != 0
         or load(run + layout.RUN_IN_BYTES) + load(run + layout.RUN_OUT_BYTES) > RELEASE_GIL_BYTES
@@ -49,7 +50,7 @@ def start_run(ctx: int, run: int) -> int:
 
 @inline
 def start_run_at(ctx: int, run: int, source: int, target: int) -> int:
-    """Start a run on these addresses; without one (0), Python makes it."""
+    """Start a run on these addresses; NOT_HANDLED if ``run`` is 0."""
     if run == 0:
         return layout.NOT_HANDLED
     store(run + layout.RUN_IN, source)
@@ -61,6 +62,7 @@ def start_run_at(ctx: int, run: int, source: int, target: int) -> int:
 def find_plan(
     ctx: int, coll: int, count: int, out_count: int, dtype: int, arg: int, in_place: int
 ) -> int:
+    """Return the cached run for these properties, 0 if there is none."""
     key = (
         count * 0x9E3779B1
         + out_count * 0x85EBCA6B
@@ -87,8 +89,12 @@ def find_plan(
 
 @inline
 def overlap(coll: int, source: int, nbytes: int, target: int, out_bytes: int, before: int) -> int:
-    """0 if input and output are apart, 1 if they lie as the collective's in-place form has them, -1 otherwise. ``before``: bytes of the
-    blocks before this rank's, where one of them has a block for each rank."""
+    """Compare the ranges of input and output.
+
+    Returns 0 if they are disjoint, 1 if they overlap in the collective's in-place form, else -1.
+    ``before``: bytes of the blocks before this rank's, if input or output has a block for each
+    rank.
+    """
     if nbytes == 0 or out_bytes == 0 or source >= target + out_bytes or target >= source + nbytes:
         return 0
     if coll == ALL_GATHER and source == target + before:
@@ -102,7 +108,7 @@ def overlap(coll: int, source: int, nbytes: int, target: int, out_bytes: int, be
 
 @inline
 def parse_and_run(call: int, ctx: int, args: int) -> int:
-    """(input, output or None, operator or root) -> result."""
+    """Run a collective with arguments (input, output or None, operator or root)."""
     coll = load(call + FAST_COLL)
     x, out, third = load(args), load(args + 8), load(args + 16)
     if not is_usable(ctx, x, READABLE):
@@ -139,14 +145,17 @@ def parse_and_run(call: int, ctx: int, args: int) -> int:
             load(ctx + layout.CTX_RANK) * min(nbytes, out_bytes),
         )
         if in_place < 0:
-            return layout.NOT_HANDLED  # Python says what is wrong
+            return layout.NOT_HANDLED  # the slow path raises the error
     run = find_plan(ctx, coll, count, out_count, dtype, arg, in_place)
     return start_run_at(ctx, run, source, target)
 
 
 @inline
 def parse_rooted(call: int, ctx: int, args: int) -> int:
-    """(input, output, root, None, None) -> result of gather or scatter, whose one side only the root has; the others' is not looked at."""
+    """Run gather or scatter with arguments (input, output, root, None, None).
+
+    On the other ranks the side that only the root has is ignored.
+    """
     coll = load(call + FAST_COLL)
     none = load(ctx + layout.CTX_NONE)
     root = small_int(ctx, load(args + 16), layout.CTX_INT_TYPE)
@@ -172,8 +181,10 @@ def parse_rooted(call: int, ctx: int, args: int) -> int:
 
 @inline
 def parse_reduce(ctx: int, args: int) -> int:
-    """(input, output or None, operator, False, None, root) -> result of reduce, whose output is the root's alone; the others' is not looked
-    at."""
+    """Run reduce with arguments (input, output or None, operator, False, None, root).
+
+    The output of ranks other than the root is ignored.
+    """
     x, out = load(args), load(args + 8)
     op, root = (
         small_int(ctx, load(args + 16), layout.CTX_REDOP_TYPE),
@@ -206,8 +217,11 @@ def parse_reduce(ctx: int, args: int) -> int:
 
 @inline
 def parse_uneven(call: int, ctx: int, args: int, lists: int) -> int:
-    """(input, output, operator or root or None) and the counts of input and output, of which some collectives have one -> result; of what
-    is rooted, the side that only the root has is not looked at on the others."""
+    """Run an uneven collective with arguments (input, output, operator or root or None) and counts.
+
+    ``lists``: counts of input and output, of which some collectives have one. In rooted collectives
+    the side that only the root has is ignored on the other ranks.
+    """
     coll, third, arg = load(call + FAST_COLL), load(args + 16), 0
     if coll == REDUCE_SCATTER:
         arg = small_int(ctx, third, layout.CTX_REDOP_TYPE)

@@ -1,7 +1,7 @@
-"""Where the pieces of chunks lie that a round moves: at most ``RUN_ROUND_BYTES`` of every chunk.
+"""Slices of chunks that a round moves: at most ``RUN_ROUND_BYTES`` of every chunk.
 
-A step on several chunks sends one message in which chunk ``i`` begins at ``i * RUN_ROUND_BYTES``.  Chunk ``i`` of scratch has the length of
-part ``i % parts`` of a block.
+A step on several chunks sends one message in which chunk ``i`` begins at ``i * RUN_ROUND_BYTES``.
+Chunk ``i`` of scratch has the length of part ``i % parts`` of a block.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ INPUT, OUTPUT, SCRATCH = int(Buffer.INPUT), int(Buffer.OUTPUT), int(Buffer.SCRAT
 
 @inline
 def slice_extent(run: int, buffer: int, index: int, rnd: int) -> tuple[int, int]:
-    """(offset from the start of the buffer, bytes) of one chunk's piece of a round."""
+    """Return (offset from the start of the buffer, bytes) of a round's slice of one chunk."""
     slice_bytes = load(run + layout.RUN_ROUND_BYTES)
     parts = load(run + layout.RUN_PARTS)
     if buffer == SCRATCH:
@@ -39,7 +39,7 @@ def slice_extent(run: int, buffer: int, index: int, rnd: int) -> tuple[int, int]
 
 @inline
 def buffer_base(run: int, buffer: int) -> int:
-    """Where a buffer begins."""
+    """Return the address of a buffer."""
     return load(
         run
         + (
@@ -54,7 +54,9 @@ def buffer_base(run: int, buffer: int) -> int:
 
 @inline
 def message_bytes(run: int, buffer: int, index: int, chunks: int, rnd: int) -> int:
-    """Bytes of the message that carries these chunks' pieces, the gaps between them included."""
+    """Return the bytes of the message that carries these chunks' slices, including gaps between
+    them.
+    """
     last = 0
     for i in range(chunks):
         _, size = slice_extent(run, buffer, index + i, rnd)

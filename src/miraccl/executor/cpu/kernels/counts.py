@@ -1,4 +1,6 @@
-"""The counts of a call, written into its run: everything of a run that follows from how many elements its blocks have."""
+"""Counts of a call, written into its run: everything in a run that depends on the size of its
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ count_hash = inline(sizes.count_hash)
 def fill_blocks(
     table: int, counts: int, number: int, parts: int, itemsize: int
 ) -> tuple[int, int, int]:
-    """Write a table of blocks that follow one another; bytes of the largest chunk, of the largest block, and of all."""
+    """Write a table of consecutive blocks.
+
+    Returns the bytes of the largest chunk, of the largest block, and of all blocks.
+    """
     chunk, block, end = 0, 0, 0
     for i in range(number):
         nbytes = load(counts + 8 * i) * itemsize
@@ -31,6 +36,7 @@ def fill_blocks(
 
 @inline
 def fill_counts(run: int, counts: int) -> None:
+    """Write the counts at ``counts`` into one run."""
     parts, itemsize = load(run + layout.RUN_PARTS), load(run + layout.RUN_ITEMSIZE)
     inputs, number = load(run + layout.RUN_IN_BLOCKS), load(run + layout.RUN_NIN)
     first = counts + layout.COUNTS_BLOCKS
@@ -59,7 +65,7 @@ def fill_counts(run: int, counts: int) -> None:
 
 
 def set_counts(run: int, counts: int, unused: int, also_unused: int) -> int:
-    """Write the counts at ``counts`` into a run and into the one that it may give way to; nothing of it may be under way."""
+    """Write the counts at ``counts`` into a run and its window run; neither may be in progress."""
     fill_counts(run, counts)
     window_run = load(run + layout.RUN_WINDOW_PATH)
     if window_run != 0:

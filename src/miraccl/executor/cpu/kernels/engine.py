@@ -1,8 +1,9 @@
-"""The entries of the executor: run a program, and the doors through which Python calls it.
+"""Entry points of the engine: the executor of a program, and the fast path from Python to it.
 
-A *door* is a Python builtin for one collective of one communicator.  It is handed the user's arrays themselves, reads their
-headers, looks the plan up and runs it, all in compiled code; whatever is not an everyday call (another kind of array, a size never
-seen, asynchronous work pending) makes it return ``NOT_HANDLED`` or ``BUSY`` before anything was sent, and Python takes the long way.
+A fast call is a Python builtin for one collective of one communicator. It receives the user's
+arrays, reads their headers, finds the cached plan and runs it, all in compiled code. For anything
+uncommon (another kind of array, a new size, pending asynchronous operations) it returns
+``NOT_HANDLED`` or ``BUSY`` before anything was sent, and Python takes the slow path.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from miraccl.native.intrinsics import (
 
 @inline
 def run_program(ctx: int, run: int) -> int:
-    """Execute a run whose addresses and signature are set; OK or an ERR_*."""
+    """Execute a run whose addresses and signature are set; return OK or an ERR_*."""
     store(ctx + layout.CTX_DEADLINE, 0)
     if load(run + layout.RUN_WINDOW_PATH) != 0:
         code = negotiate_window(ctx, run)
@@ -84,9 +85,10 @@ def run_program(ctx: int, run: int) -> int:
 
 
 def operate(ctx: int, run: int, template: int, unused: int) -> int:
-    """Run the next operation of the communicator: number it, sign it, put it on the board.
+    """Run the next operation of the communicator: number, sign and publish it, then execute.
 
-    The one copy of the executor: doors call it through the context, which keeps compilation to a few seconds.
+    This is the only compiled copy of the executor: fast calls run it through the context, which
+    keeps compilation short.
     """
     store(run + layout.RUN_SIG, begin_operation(ctx, template, load(run + layout.RUN_COUNT)))
     ctrl = load(ctx + layout.CTX_CTRL)
@@ -100,7 +102,7 @@ def operate(ctx: int, run: int, template: int, unused: int) -> int:
 
 @inline
 def enter(ctx: int) -> bool:
-    """Whether the engine may run now; the GIL makes the test and the set one."""
+    """Enter the engine if it may run now; the GIL makes test and set atomic."""
     if (
         load(ctx + layout.CTX_BUSY) != 0
         or load32(load(ctx + layout.CTX_GROUPS)) != 0
@@ -113,7 +115,7 @@ def enter(ctx: int) -> bool:
 
 @inline
 def enter_unconditionally(ctx: int) -> bool:
-    """As ``enter``, whatever Python's reasons to be busy are."""
+    """Enter the engine unless a thread is inside, whatever reasons Python has to be busy."""
     if load(ctx + layout.CTX_INSIDE) != 0:
         return False
     store(ctx + layout.CTX_INSIDE, 1)
@@ -122,6 +124,7 @@ def enter_unconditionally(ctx: int) -> bool:
 
 @inline
 def leave(ctx: int, code: int) -> int:
+    """Leave the engine with the GIL held; return ``code`` as a Python integer."""
     restore_gil(ctx)
     store(ctx + layout.CTX_INSIDE, 0)
     return PyLong_FromLong(code)
@@ -129,8 +132,10 @@ def leave(ctx: int, code: int) -> int:
 
 @inline
 def try_enter(ctx: int, options: int) -> int:
-    """OK: this thread has entered the engine.  NOT_HANDLED where the last arguments, ``async_op`` and ``stream``, are not False and None;
-    BUSY where the engine may not run now."""
+    """Enter the engine for a call whose last two arguments are ``async_op`` and ``stream``.
+
+    Returns OK; NOT_HANDLED unless these are False and None; BUSY if the engine may not run now.
+    """
     if load(options) != load(ctx + layout.CTX_FALSE) or load(options + 8) != load(
         ctx + layout.CTX_NONE
     ):
@@ -139,7 +144,7 @@ def try_enter(ctx: int, options: int) -> int:
 
 
 def collective(self: int, args: int, nargs: int) -> int:
-    """Builtin ``door(x, out, op_or_root, async_op, stream)``."""
+    """Builtin ``call(x, out, op_or_root, async_op, stream)``."""
     call = PyLong_AsLong(self)
     ctx = load(call + FAST_CTX)
     rejected = try_enter(ctx, args + 24)
@@ -151,7 +156,7 @@ def collective(self: int, args: int, nargs: int) -> int:
 
 
 def rooted(self: int, args: int, nargs: int) -> int:
-    """Builtin ``door(x, out, root, None, None, async_op, stream)``; with counts of blocks in the place of None, Python looks."""
+    """Builtin ``call(x, out, root, None, None, async_op, stream)``; with counts, not handled."""
     call = PyLong_AsLong(self)
     ctx = load(call + FAST_CTX)
     rejected = try_enter(ctx, args + 40)
@@ -163,7 +168,7 @@ def rooted(self: int, args: int, nargs: int) -> int:
 
 
 def reduce(self: int, args: int, nargs: int) -> int:
-    """Builtin ``door(x, out, op, async_op, stream, root)``."""
+    """Builtin ``call(x, out, op, async_op, stream, root)``."""
     ctx = load(PyLong_AsLong(self) + FAST_CTX)
     rejected = try_enter(ctx, args + 24)
     return (
@@ -172,7 +177,7 @@ def reduce(self: int, args: int, nargs: int) -> int:
 
 
 def uneven(self: int, args: int, nargs: int) -> int:
-    """Builtin ``door(x, out, root or None, counts of x, counts of out, async_op, stream)``."""
+    """Builtin ``call(x, out, root or None, counts of x, counts of out, async_op, stream)``."""
     call = PyLong_AsLong(self)
     ctx = load(call + FAST_CTX)
     rejected = try_enter(ctx, args + 40)
@@ -184,7 +189,7 @@ def uneven(self: int, args: int, nargs: int) -> int:
 
 
 def uneven_reduce(self: int, args: int, nargs: int) -> int:
-    """Builtin ``door(x, out, op, async_op, stream, counts)`` of reduce_scatter."""
+    """Builtin ``call(x, out, op, async_op, stream, counts)`` of reduce_scatter."""
     call = PyLong_AsLong(self)
     ctx = load(call + FAST_CTX)
     rejected = try_enter(ctx, args + 24)
@@ -196,7 +201,7 @@ def uneven_reduce(self: int, args: int, nargs: int) -> int:
 
 
 def prepared(self: int, args: int, nargs: int) -> int:
-    """Builtin ``door()`` of a persistent operation: everything is in the run already."""
+    """Builtin ``call()`` of a persistent operation: the run has all arguments."""
     call = PyLong_AsLong(self)
     ctx = load(call + FAST_CTX)
     if not enter(ctx):
@@ -205,8 +210,10 @@ def prepared(self: int, args: int, nargs: int) -> int:
 
 
 def launch(self: int, args: int, nargs: int) -> int:
-    """Builtin ``door(run, input address, output address, counts address)``, whatever Python's reasons to be busy are; no counts (0) for
-    a run that has them already."""
+    """Builtin ``call(run, input address, output address, counts address)`` for the slow path.
+
+    ``counts address`` 0: the run has its counts already.
+    """
     ctx = load(PyLong_AsLong(self) + FAST_CTX)
     if not enter_unconditionally(ctx):
         return PyLong_FromLong(layout.BUSY)
@@ -223,7 +230,7 @@ def launch(self: int, args: int, nargs: int) -> int:
 
 
 def send_recv(self: int, args: int, nargs: int) -> int:
-    """Builtin ``door(array, peer, async_op, stream)``."""
+    """Builtin ``call(array, peer, async_op, stream)``."""
     call = PyLong_AsLong(self)
     ctx = load(call + FAST_CTX)
     rejected = try_enter(ctx, args + 16)
@@ -235,7 +242,7 @@ def send_recv(self: int, args: int, nargs: int) -> int:
 
 
 def sendrecv(self: int, args: int, nargs: int) -> int:
-    """Builtin ``door(x, dst, out, src, async_op, stream)``."""
+    """Builtin ``call(x, dst, out, src, async_op, stream)``."""
     ctx = load(PyLong_AsLong(self) + FAST_CTX)
     rejected = try_enter(ctx, args + 32)
     return (
@@ -246,7 +253,7 @@ def sendrecv(self: int, args: int, nargs: int) -> int:
 
 
 def exchange(self: int, args: int, nargs: int) -> int:
-    """Builtin ``door(table, count)``: a group of sends and receives, see ``kernels.p2p``."""
+    """Builtin ``call(table, count)``: a group of sends and receives; see ``kernels.p2p``."""
     ctx = load(PyLong_AsLong(self) + FAST_CTX)
     if not enter_unconditionally(ctx):
         return PyLong_FromLong(layout.BUSY)
@@ -255,7 +262,7 @@ def exchange(self: int, args: int, nargs: int) -> int:
 
 
 def send_tagged(self: int, args: int, nargs: int) -> int:
-    """Builtin ``door(peer, tag, address, bytes, row)``, see ``kernels.tagged``."""
+    """Builtin ``call(peer, tag, address, bytes, row)``; see ``kernels.tagged``."""
     ctx = load(PyLong_AsLong(self) + FAST_CTX)
     if not enter_unconditionally(ctx):
         return PyLong_FromLong(layout.BUSY)
@@ -273,8 +280,11 @@ def send_tagged(self: int, args: int, nargs: int) -> int:
 
 
 def recv_tagged(self: int, args: int, nargs: int) -> int:
-    """Builtin ``door(table, count, first, tag, address, bytes, row, nanoseconds)``, see ``kernels.tagged``: the source, or another result,
-    negative."""
+    """Builtin ``call(table, count, first, tag, address, bytes, row, nanoseconds)``; see
+    ``kernels.tagged``.
+
+    Returns the source, or another result negated.
+    """
     ctx = load(PyLong_AsLong(self) + FAST_CTX)
     if not enter_unconditionally(ctx):
         return PyLong_FromLong(-layout.BUSY)

@@ -1,12 +1,13 @@
-"""Kernels that reduce: ``dst[i] = s0[i] (+) s1[i] (+) ...`` for every data type and operator.
+"""Reduction kernels: ``dst[i] = s0[i] (+) s1[i] (+) ...`` for every data type and operator.
 
-One C function per (dtype, op), compiled when it is first needed: ``int64 fold(dst, sources, k, n)``.  ``sources`` is an array of
-words: first the address of a scratch block of ``BLOCK`` accumulators, then the ``k`` addresses.  ``dst`` may be one of the sources.
-The additions go in the order of the sources.  16- and 8-bit floats are widened to float32, added up, and rounded once (to
-nearest, ties to even).  ``avg`` divides the finished sum by ``k``: it is used only where all ranks are folded at once.
+One C function per (dtype, op), compiled at its first use: ``int64 fold(dst, sources, k, n)``.
+``sources`` is an array of words: the address of ``FOLD_BLOCK`` accumulators, then ``k`` addresses.
+``dst`` may be one of the sources. Additions happen in the order of the sources. 16- and 8-bit
+floats are widened to float32, summed, and rounded once (to nearest, ties to even). ``avg`` divides
+the complete sum by ``k``: it is used only if all ranks are folded at once.
 
-LLVM vectorises each loop only if it can prove or check that the pointers are apart, which "dst is the first source" is not;
-hence the loops for that case, where both are one pointer.
+LLVM vectorises a loop only if it can prove or check that the pointers do not alias, which fails if
+``dst`` is a source; hence the separate loops for that case, in which both are one pointer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from miraccl.executor.cpu.kernels.layout import BLOCK
+from miraccl.executor.cpu.kernels.layout import FOLD_BLOCK
 from miraccl.native.intrinsics import inline, load
 from miraccl.types import DType, RedOp
 
@@ -29,7 +30,9 @@ def _element(
     widen: Callable[..., Any] | None = None,
     narrow: Callable[..., Any] | None = None,
 ) -> Any:
-    """(get, put) for elements stored as the LLVM type ``storage`` and computed as the Numba type ``result``."""
+    """Return (get, put) for elements stored as LLVM type ``storage``, computed as Numba type
+    ``result``.
+    """
 
     @intrinsic
     def get(typingctx: Any, base: Any, index: Any) -> Any:
@@ -79,7 +82,11 @@ def _bf16_narrow(b: Any, v: Any) -> Any:
 
 
 def _fp8_widen(exponent: int, mantissa: int, finite: bool) -> Callable[..., Any]:
-    """8-bit float -> float32. The payload is put where a float32 has it and multiplied by 2^(127 - bias): subnormals come right."""
+    """Return the conversion from an 8-bit float to float32.
+
+    The payload is placed as in a float32 and multiplied by 2^(127 - bias), which also converts
+    subnormals.
+    """
     bias = (1 << (exponent - 1)) - 1
     shift = 23 - mantissa
 
@@ -91,9 +98,8 @@ def _fp8_widen(exponent: int, mantissa: int, finite: bool) -> Callable[..., Any]
             b.bitcast(b.shl(magnitude, _const(shift)), _F32),
             ir.Constant(_F32, float(2.0 ** (127 - bias))),
         )
-        top = (
-            0x7F if finite else ((1 << exponent) - 1) << mantissa
-        )  # e4m3fn: one NaN code; e5m2: infinity and NaNs from here on
+        # e4m3fn: one NaN code; e5m2: infinity and NaNs from here on
+        top = 0x7F if finite else ((1 << exponent) - 1) << mantissa
         special = b.icmp_unsigned("==" if finite else ">=", magnitude, _const(top))
         # e5m2 keeps infinity (mantissa 0); every other special is NaN
         payload = (
@@ -108,12 +114,14 @@ def _fp8_widen(exponent: int, mantissa: int, finite: bool) -> Callable[..., Any]
 
 
 def _fp8_narrow(exponent: int, mantissa: int, finite: bool) -> Callable[..., Any]:
-    """float32 -> 8-bit float, to nearest even; beyond the largest value NaN (e4m3fn) or infinity (e5m2), as ml_dtypes has it."""
+    """Return the conversion from float32 to an 8-bit float, to nearest even.
+
+    Beyond the largest value the result is NaN (e4m3fn) or infinity (e5m2), as in ml_dtypes.
+    """
     bias = (1 << (exponent - 1)) - 1
     shift = 23 - mantissa
-    smallest = (
-        127 - bias + 1
-    )  # exponent field of a float32 that is the smallest normal of the target
+    # exponent field of the float32 equal to the smallest normal number of the target
+    smallest = 127 - bias + 1
 
     def narrow(b: Any, v: Any) -> Any:
         bits = b.bitcast(v, _I32)
@@ -175,7 +183,9 @@ _COMPUTE = {
 
 
 def _combine(op: RedOp, dtype: DType) -> Any:
-    """The operator on two values of the computing type; min and max hand on a NaN, as NumPy does."""
+    """Return the operator on two values of the computing type; min and max propagate NaN as NumPy
+    does.
+    """
     kind = _COMPUTE.get(dtype, types.float32)
     if op in (RedOp.SUM, RedOp.AVG):
         return inline(lambda a, b: kind(a + b))
@@ -187,6 +197,7 @@ def _combine(op: RedOp, dtype: DType) -> Any:
 
 
 def _divide(dtype: DType) -> Any:
+    """Return the division of a sum by the number of ranks."""
     kind = _COMPUTE.get(dtype, types.float32)
     if dtype.is_float:
         return inline(lambda a, k: kind(a / kind(k)))
@@ -199,6 +210,7 @@ def _divide(dtype: DType) -> Any:
 
 
 def make_fold(dtype: DType, op: RedOp) -> Any:
+    """Return the reduction kernel of a data type and operator."""
     get, put = _ACCESS[dtype]
     keep_get, keep_put = _ACCESS[DType.FLOAT32] if dtype.accumulates_in_float32 else (get, put)
     combine = _combine(op, dtype)
@@ -226,8 +238,8 @@ def make_fold(dtype: DType, op: RedOp) -> Any:
     @inline
     def many(dst: int, sources: int, k: int, n: int) -> None:
         keep = load(sources)
-        for start in range(0, n, BLOCK):
-            m = min(BLOCK, n - start)
+        for start in range(0, n, FOLD_BLOCK):
+            m = min(FOLD_BLOCK, n - start)
             first = load(sources + 8)
             for i in range(m):
                 keep_put(keep, i, get(first, start + i))
@@ -249,8 +261,12 @@ def make_fold(dtype: DType, op: RedOp) -> Any:
 
 
 def make_scale(dtype: DType, divides: bool) -> Any:
-    """``dst[i] = src[i] * scalar``, or ``dst[i] = src[i] / factor`` for an integer factor. The scalar lies at the address ``factor``: a
-    float64 for floats; an element for integers, of which float64 does not hold all."""
+    """Return the kernel ``dst[i] = src[i] * scalar``, or ``dst[i] = src[i] / factor`` for an
+    integer.
+
+    The scalar lies at the address ``factor``: a float64 for floats; an element for integers, of
+    which float64 cannot hold all.
+    """
     get, put = _ACCESS[dtype]
     get_scalar, _ = _ACCESS[DType.FLOAT64 if dtype.is_float else dtype]
     divide = _divide(dtype)

@@ -1,9 +1,11 @@
-"""Messages on a FIFO: taking a slot, posting, receiving, and the four ways a payload travels.
+"""Messages on a FIFO: slots, posting, receiving, and the four places of a payload.
 
-A payload lies in the slot, in the post line itself (at most 32 bytes: flag and data on one cache line), or is not copied at all and
-its address is posted: in window memory, which the receiver has mapped, or in the sender's private memory, which the receiver
-reads with ``process_vm_readv`` (directly, if the sender is a thread of the same process).  The sender chooses, the receiver
-takes what it finds.  A sender that posted an address may not return before the receiver has taken the data: ``drain``.
+A payload lies in a slot, in the descriptor line itself (at most 32 bytes: flag and data on one
+cache line), or is not copied and its address is posted: in window memory, which the receiver has
+mapped, or in the sender's private memory, which the receiver reads with ``process_vm_readv``
+(directly if the sender is a thread of the same process). The sender chooses, the receiver accepts
+what it finds. A sender that posted an address must not return before the receiver has consumed the
+data: ``drain``.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from __future__ import annotations
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.slots import (
     claim_slot,
+    descriptor_line,
     has_free_slot,
     poll_tail,
-    post_line,
     received_slot,
     required_tail,
     return_slot,
@@ -35,6 +37,7 @@ from miraccl.native.intrinsics import (
 
 @inline
 def connection(ctx: int, table: int, peer: int) -> int:
+    """Return the connection to ``peer`` in one of the two tables."""
     return load(ctx + table) + peer * layout.CONN_SIZE
 
 
@@ -52,7 +55,7 @@ def acquire_slot(ctx: int, conn: int, peer: int) -> int:
 @inline
 def post_descriptor(ctx: int, conn: int, sig: int, nbytes: int, mode: int) -> None:
     """Publish the line whose payload or address is in place."""
-    line = post_line(conn)
+    line = descriptor_line(conn)
     count = load(conn + layout.CONN_COUNT) + 1
     store(line + layout.DESC_SIG, sig)
     store(line + layout.DESC_BYTES, nbytes)
@@ -64,14 +67,14 @@ def post_descriptor(ctx: int, conn: int, sig: int, nbytes: int, mode: int) -> No
 
 @inline
 def post_slot(ctx: int, conn: int, sig: int, nbytes: int) -> None:
-    """Publish what is in ``slot(conn)``."""
+    """Publish the content of ``next_slot_address(conn)``."""
     post_descriptor(ctx, conn, sig, nbytes, claim_slot(conn))
 
 
 @inline
 def post_address(ctx: int, conn: int, sig: int, address: int, nbytes: int) -> None:
-    """Publish where the payload lies; the receiver takes it from there."""
-    line = post_line(conn)
+    """Publish the address of the payload, from which the receiver reads it."""
+    line = descriptor_line(conn)
     window = load(ctx + layout.CTX_WINDOW)
     if (
         address >= window
@@ -88,10 +91,13 @@ def post_address(ctx: int, conn: int, sig: int, address: int, nbytes: int) -> No
 
 @inline
 def can_post_address(ctx: int, conn: int, address: int, nbytes: int, threshold: int) -> bool:
-    """Window memory is always posted; private memory from ``threshold`` bytes on, where the peer (or the proxy) can read it."""
-    if (
-        load(conn + layout.CONN_CAPS) & layout.CAP_IN_PLACE != 0
-    ):  # the proxy sends straight from the user's memory
+    """Return True if a payload is posted by address.
+
+    Window memory always is; private memory from ``threshold`` bytes on, if the peer or the proxy
+    can read it.
+    """
+    if load(conn + layout.CONN_CAPS) & layout.CAP_IN_PLACE != 0:
+        # The proxy sends straight from the user's memory.
         return nbytes > load(conn + layout.CONN_SLOT_BYTES) or (
             threshold >= 0 and nbytes >= layout.MIN_DIRECT_BYTES
         )
@@ -106,7 +112,7 @@ def can_post_address(ctx: int, conn: int, address: int, nbytes: int, threshold: 
 
 @inline
 def drain(ctx: int, conn: int, peer: int) -> int:
-    """Wait until the peer has taken everything that was posted by address."""
+    """Wait until the peer has consumed everything that was posted by address."""
     last = load(conn + layout.CONN_LAST_DIRECT)
     if load(conn + layout.CONN_TAIL) >= last:
         return layout.OK
@@ -118,7 +124,7 @@ def drain(ctx: int, conn: int, peer: int) -> int:
 @inline
 def receive(ctx: int, conn: int, peer: int, sig: int) -> int:
     """Wait for the next message of a receive connection; it must belong to the operation ``sig``."""
-    line = post_line(conn)
+    line = descriptor_line(conn)
     code = wait(ctx, line + layout.DESC_FLAG, load(conn + layout.CONN_COUNT) + 1, peer)
     if code != layout.OK:
         return code
@@ -129,12 +135,15 @@ def receive(ctx: int, conn: int, peer: int, sig: int) -> int:
 
 @inline
 def consume(ctx: int, conn: int) -> None:
+    """Give line and slot of the current message back."""
     consume_message(ctx, conn, load(ctx + layout.CTX_SWAP) != 0)
 
 
 @inline
 def consume_message(ctx: int, conn: int, swaps: bool) -> None:
-    """The same, where ``swaps`` says whether the message's slot may be kept."""
+    """Give line and slot of the current message back; ``swaps``: its slot may be kept for another
+    one.
+    """
     return_slot(ctx, conn, swaps)
     count = load(conn + layout.CONN_COUNT) + 1
     store(conn + layout.CONN_COUNT, count)
@@ -144,7 +153,7 @@ def consume_message(ctx: int, conn: int, swaps: bool) -> None:
 
 @inline
 def clear_to_send(ctx: int, conn: int, address: int, nbytes: int) -> None:
-    """Tell the proxy where the next message may land (network connections only)."""
+    """Post a CTS: the next message may land at ``address`` (connections with IN_PLACE only)."""
     line = (
         load(conn + layout.CONN_CTS)
         + (load(conn + layout.CONN_COUNT) & (layout.NSLOTS - 1)) * layout.LINE
@@ -157,8 +166,10 @@ def clear_to_send(ctx: int, conn: int, address: int, nbytes: int) -> None:
 
 @inline
 def local_payload(ctx: int, conn: int) -> int:
-    """The address here of the payload just received, or 0 if it lies in another process's private memory."""
-    line = post_line(conn)
+    """Return the local address of the received payload, 0 if it is in private memory of another
+    process.
+    """
+    line = descriptor_line(conn)
     mode = load(line + layout.DESC_MODE)
     if mode == layout.MODE_SLOT or mode == layout.MODE_MOVED:
         return slot_address(conn, received_slot(conn))
@@ -173,7 +184,7 @@ def local_payload(ctx: int, conn: int) -> int:
 
 @inline
 def iovecs(ctx: int, here: int, there: int, nbytes: int) -> int:
-    """Two struct iovec, one after the other: the memory here and that of the other process."""
+    """Write two consecutive struct iovec, for local memory and memory of another process."""
     vectors = load(ctx + layout.CTX_SCRATCH) + layout.SCRATCH_VECTORS
     store(vectors, here)
     store(vectors + 8, nbytes)
@@ -184,7 +195,7 @@ def iovecs(ctx: int, here: int, there: int, nbytes: int) -> int:
 
 @inline
 def read_remote(ctx: int, conn: int, dst: int, src: int, nbytes: int) -> bool:
-    """Copy from the peer process's private memory; False if the kernel refuses."""
+    """Copy from the private memory of the peer's process; False if the kernel refuses."""
     done = 0
     while done < nbytes:
         vectors = iovecs(ctx, dst + done, src + done, nbytes - done)
@@ -197,7 +208,7 @@ def read_remote(ctx: int, conn: int, dst: int, src: int, nbytes: int) -> bool:
 
 @inline
 def write_remote(ctx: int, conn: int, dst: int, src: int, nbytes: int) -> bool:
-    """Copy into the peer process's private memory; False if the kernel refuses."""
+    """Copy into the private memory of the peer's process; False if the kernel refuses."""
     done = 0
     while done < nbytes:
         vectors = iovecs(ctx, src + done, dst + done, nbytes - done)
@@ -210,7 +221,7 @@ def write_remote(ctx: int, conn: int, dst: int, src: int, nbytes: int) -> bool:
 
 @inline
 def copy_bytes(ctx: int, dst: int, src: int, nbytes: int) -> None:
-    """Copy to a user's buffer: through the caches, or past them if the operation is larger than they are."""
+    """Copy to a user's buffer, bypassing the caches if the operation is larger than they are."""
     if load(ctx + layout.CTX_STREAM) == 0 or nbytes < 4096:
         memcpy(dst, src, nbytes)
         return
@@ -226,8 +237,8 @@ def copy_bytes(ctx: int, dst: int, src: int, nbytes: int) -> None:
 
 @inline
 def copy_payload(ctx: int, conn: int, peer: int, dst: int, nbytes: int) -> int:
-    """Copy the payload just received to ``dst``."""
-    line = post_line(conn)
+    """Copy the received payload to ``dst``."""
+    line = descriptor_line(conn)
     if load(line + layout.DESC_MODE) == layout.MODE_LANDED:
         return layout.OK
     source = local_payload(ctx, conn)

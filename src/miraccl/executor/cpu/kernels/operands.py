@@ -1,17 +1,20 @@
-"""Sums of operands that may lie in other processes: what is not in reach is brought to the stage, part by part, and added from there."""
+"""Folds of operands that may lie in other processes.
+
+An operand that is not addressable is read into the stage, part by part, and added from there.
+"""
 
 from __future__ import annotations
 
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.messages import connection, local_payload, read_remote
-from miraccl.executor.cpu.kernels.slots import post_line
+from miraccl.executor.cpu.kernels.slots import descriptor_line
 from miraccl.executor.cpu.kernels.waiting import fail
 from miraccl.native.intrinsics import call4, inline, load, store
 
 
 @inline
 def fold_two(ctx: int, run: int, dst: int, a: int, b: int, nbytes: int) -> None:
-    """``dst = a (+) b``."""
+    """Compute ``dst = a (+) b``."""
     sources = load(ctx + layout.CTX_SCRATCH) + layout.SCRATCH_SOURCES
     store(sources, load(ctx + layout.CTX_ACCUMULATORS))
     store(sources + 8, a)
@@ -23,12 +26,12 @@ def fold_two(ctx: int, run: int, dst: int, a: int, b: int, nbytes: int) -> None:
 def fold_message(
     ctx: int, run: int, conn: int, peer: int, dst: int, own: int, offset: int, nbytes: int
 ) -> int:
-    """``dst = own (+) message[offset:]``, wherever the message lies."""
+    """Compute ``dst = own (+) message[offset:]``, wherever the message lies."""
     source = local_payload(ctx, conn)
     if source != 0:
         fold_two(ctx, run, dst, own, source + offset, nbytes)
         return layout.OK
-    remote = load(post_line(conn) + layout.DESC_ADDR) + offset
+    remote = load(descriptor_line(conn) + layout.DESC_ADDR) + offset
     stage, step = load(ctx + layout.CTX_STAGE), load(ctx + layout.CTX_STAGE_BYTES)
     for start in range(0, nbytes, step):
         size = min(step, nbytes - start)
@@ -40,7 +43,11 @@ def fold_message(
 
 @inline
 def operand_words(ctx: int, step: int, i: int) -> int:
-    """Two words for the operand of the ``i``-th peer of a step: its address here and, where that is 0, in the peer's private memory."""
+    """Return the address of the two words of the ``i``-th operand of a step.
+
+    The first word is the operand's local address, 0 if it is in private memory of the peer's
+    process; the second is its address there.
+    """
     return (
         load(ctx + layout.CTX_SCRATCH)
         + layout.SCRATCH_SOURCES
@@ -51,7 +58,7 @@ def operand_words(ctx: int, step: int, i: int) -> int:
 
 @inline
 def fold_operands(ctx: int, run: int, step: int, dst: int, nbytes: int) -> int:
-    """``dst`` = the sum of all operands of a step, which ``operand`` has the addresses of, in their order."""
+    """Reduce all operands of a step to ``dst``, in their order; see ``operand_words``."""
     if nbytes == 0:
         return layout.OK
     count, peers = load(step + layout.STEP_NPEERS), load(step + layout.STEP_PEERS)

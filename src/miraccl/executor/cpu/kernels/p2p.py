@@ -1,13 +1,14 @@
-"""Sends and receives: one alone, and any number that go on together.
+"""Sends and receives: one alone, and any number that progress together.
 
-A message is cut into pieces of a slot; both ends cut alike, however each of them groups its calls.  What goes on together is a
-table of operations; the messages between two ranks in one direction follow one another (``OP_PREDECESSOR``), so the order on a FIFO is
-that of the program, and everything else goes in whatever order it can: no operation ever waits for another one of the table.  A
-call ends when the operations have whose ``OP_WAIT`` is ``ALL``, or one whose is ``ANY``; the others keep their progress (``OP_DONE``) for
-the next call.
+A message is split into segments of a slot; both ends split alike, however they group their calls.
+Operations that progress together form a table. Messages between two ranks in one direction follow
+one another (``OP_PREDECESSOR``), so the order on a FIFO is that of the program; everything else
+progresses in any order, and no operation ever waits for another one of the table. A call ends when
+all operations with ``WAIT_ALL`` have ended, or one with ``WAIT_ANY``; the others keep their
+progress (``OP_DONE``) for the next call.
 
-Why this cannot deadlock where the program does not: a rank that waits here waits only because each of its operations needs its
-peer, and each that could go has gone.
+This cannot deadlock unless the program does: a rank waits here only if each of its operations
+needs its peer, after every operation that could advance has advanced.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from miraccl.executor.cpu.kernels.messages import (
 )
 from miraccl.executor.cpu.kernels.slots import (
     MAX_SWAP_SLOTS,
+    descriptor_line,
     next_slot_address,
-    post_line,
     required_tail,
 )
 from miraccl.executor.cpu.kernels.waiting import (
@@ -58,37 +59,44 @@ from miraccl.native.intrinsics import (
 from miraccl.types import Collective, DType
 
 SEND_RECV = int(Collective.SEND_RECV)
-#: 4 bits for each DType: of how many bytes its elements are, as a power of two
+#: 4 bits for each DType: the binary logarithm of its element size
 ITEM_SIZES = sum((dtype.itemsize.bit_length() - 1) << 4 * dtype for dtype in DType)
 
 
 @inline
 def signature(dtype: int, count: int) -> int:
-    """As ``lower.signature`` makes it, without a sequence number: two ranks may have sent different numbers of messages to others."""
+    """Return the signature of a send or receive, as ``lower.signature`` without a sequence number.
+
+    There is none because two ranks may have sent different numbers of messages to others.
+    """
     return SEND_RECV << 16 | dtype << 21 | count_hash(count) << layout.SIG_COUNT_SHIFT
 
 
 @inline
 def item_size(dtype: int) -> int:
-    """Bytes of an element."""
+    """Return the bytes of an element."""
     return 1 << (ITEM_SIZES >> 4 * dtype & 15)
 
 
 @inline
 def direct_threshold(ctx: int, total: int) -> int:
-    """From how many bytes on the pieces of a message of ``total`` bytes are posted by address; -1: never."""
+    """Return the bytes from which segments of a message of ``total`` bytes are posted by address;
+    -1:
+    never.
+    """
     threshold = load(ctx + layout.CTX_P2P_DIRECT)
     return layout.MIN_DIRECT_BYTES if 0 <= threshold <= total else -1
 
 
 @inline
 def send_segment(ctx: int, peer: int, address: int, nbytes: int, sig: int, total: int) -> int:
+    """Post one segment, waiting for a slot."""
     conn = connection(ctx, layout.CTX_SEND, peer)
     code = acquire_slot(ctx, conn, peer)
     if code != layout.OK:
         return code
     if nbytes <= layout.INLINE_BYTES:
-        memcpy(post_line(conn) + layout.DESC_INLINE, address, nbytes)
+        memcpy(descriptor_line(conn) + layout.DESC_INLINE, address, nbytes)
         post_descriptor(ctx, conn, sig, nbytes, layout.MODE_INLINE)
     elif can_post_address(ctx, conn, address, nbytes, direct_threshold(ctx, total)):
         post_address(ctx, conn, sig, address, nbytes)
@@ -100,6 +108,7 @@ def send_segment(ctx: int, peer: int, address: int, nbytes: int, sig: int, total
 
 @inline
 def post_receive(ctx: int, peer: int, address: int, nbytes: int) -> None:
+    """Let the next message land at ``address`` if the connection can deliver in place."""
     conn = connection(ctx, layout.CTX_RECV, peer)
     if load(conn + layout.CONN_CAPS) & layout.CAP_IN_PLACE != 0 and nbytes > layout.INLINE_BYTES:
         clear_to_send(ctx, conn, address, nbytes)
@@ -107,7 +116,11 @@ def post_receive(ctx: int, peer: int, address: int, nbytes: int) -> None:
 
 @inline
 def segment_bytes(ctx: int, peer: int) -> int:
-    """Both ends of a pair have slots of the same size; network FIFOs send larger pieces, straight from and to the user's memory."""
+    """Return the size of a segment to or from ``peer``.
+
+    Both ends of a pair have slots of the same size. Connections that deliver in place use larger
+    segments, straight from and to the user's memory.
+    """
     conn = connection(ctx, layout.CTX_SEND, peer)
     if load(conn + layout.CONN_CAPS) & layout.CAP_IN_PLACE != 0:
         return layout.NET_SEGMENT_BYTES
@@ -116,7 +129,8 @@ def segment_bytes(ctx: int, peer: int) -> int:
 
 @inline
 def recv_segment(ctx: int, peer: int, address: int, nbytes: int, sig: int, total: int) -> int:
-    """A piece of a message that comes alone: where that is long, for a time everything goes one way, and swapping slots does not pay."""
+    """Receive one segment of a message that progresses alone."""
+    # A long message flows in one direction for a while; swapping slots does not pay then.
     post_receive(ctx, peer, address, nbytes)
     return recv_posted_segment(
         ctx, peer, address, nbytes, sig, total <= MAX_SWAP_SLOTS * segment_bytes(ctx, peer)
@@ -127,11 +141,12 @@ def recv_segment(ctx: int, peer: int, address: int, nbytes: int, sig: int, total
 def recv_posted_segment(
     ctx: int, peer: int, address: int, nbytes: int, sig: int, may_swap: bool
 ) -> int:
+    """Receive one segment whose CTS has been posted."""
     conn = connection(ctx, layout.CTX_RECV, peer)
     code = receive(ctx, conn, peer, sig)
     if code != layout.OK:
         return code
-    size = load(post_line(conn) + layout.DESC_BYTES)
+    size = load(descriptor_line(conn) + layout.DESC_BYTES)
     if size != nbytes:
         return fail(ctx, layout.ERR_SIZE, peer, nbytes, size)
     code = copy_payload(ctx, conn, peer, address, size)
@@ -187,7 +202,9 @@ def init_op(
     dtype: int,
     wait_mode: int,
 ) -> None:
-    """Write an operation that has not begun and follows no other one; as ``comm.exchange`` makes it."""
+    """Write an operation that has not begun and has no predecessor; as ``runtime.exchange`` makes
+    it.
+    """
     nbytes, segment = count * item_size(dtype), segment_bytes(ctx, peer)
     store(op + layout.OP_RECEIVES, 1 if receives else 0)
     store(op + layout.OP_PEER, peer)
@@ -204,7 +221,10 @@ def init_op(
 
 @inline
 def op_finished(ctx: int, op: int) -> bool:
-    """All pieces are done and, for a send, taken where they were posted by address (``OP_MARK`` is then the count of messages)."""
+    """Return True if all segments are done and, for a send posted by address, consumed.
+
+    ``OP_MARK`` of such a send is the number of messages that the peer must have consumed.
+    """
     if load(op + layout.OP_DONE) < load(op + layout.OP_SEGMENTS):
         return False
     if load(op + layout.OP_RECEIVES) != 0 or load(op + layout.OP_MARK) == 0:
@@ -215,7 +235,10 @@ def op_finished(ctx: int, op: int) -> bool:
 
 @inline
 def can_advance(ctx: int, table: int, op: int) -> bool:
-    """Whether the next piece can be posted or taken now. Tells the proxy where a piece may land (``OP_MARK``: pieces told)."""
+    """Return True if the next segment can be posted or received now.
+
+    Posts the CTS of a receive first; its ``OP_MARK`` counts the segments with one.
+    """
     done = load(op + layout.OP_DONE)
     if done >= load(op + layout.OP_SEGMENTS):
         return False
@@ -238,12 +261,14 @@ def can_advance(ctx: int, table: int, op: int) -> bool:
             min(segment_bytes(ctx, peer), load(op + layout.OP_BYTES) - start),
         )
         store(op + layout.OP_MARK, done + 1)
-    return load_acquire(post_line(conn) + layout.DESC_FLAG) >= load(conn + layout.CONN_COUNT) + 1
+    return (
+        load_acquire(descriptor_line(conn) + layout.DESC_FLAG) >= load(conn + layout.CONN_COUNT) + 1
+    )
 
 
 @inline
 def advance_op(ctx: int, op: int) -> int:
-    """The next piece of an operation that can go."""
+    """Post or receive the next segment of an operation that can advance."""
     peer, done = load(op + layout.OP_PEER), load(op + layout.OP_DONE)
     segment = segment_bytes(ctx, peer)
     start = done * segment
@@ -266,7 +291,7 @@ def advance_op(ctx: int, op: int) -> int:
 
 @inline
 def advance_all(ctx: int, table: int, count: int) -> tuple[int, int]:
-    """One piece of every operation that can go: (result, how many went)."""
+    """Advance every operation that can by one segment; return (result, number that advanced)."""
     advanced = 0
     for i in range(count):
         op = table + i * layout.OP_SIZE
@@ -280,7 +305,10 @@ def advance_all(ctx: int, table: int, count: int) -> tuple[int, int]:
 
 @inline
 def awaited_op(ctx: int, table: int, count: int) -> int:
-    """The first operation that the call waits for: one of all that must end, else of those of which any must; -1 if it need not wait."""
+    """Return the first operation that the call waits for, -1 if it need not wait.
+
+    It is one of those with ``WAIT_ALL`` if there are any, else one with ``WAIT_ANY``.
+    """
     first_of_all, first_of_any, nall = -1, -1, 0
     for i in range(count):
         op = table + i * layout.OP_SIZE
@@ -299,7 +327,7 @@ def awaited_op(ctx: int, table: int, count: int) -> int:
 
 @inline
 def has_progress(ctx: int, table: int, count: int) -> bool:
-    """Whether anything has changed for the better."""
+    """Return True if an operation can advance or the awaited one has changed."""
     for i in range(count):
         if can_advance(ctx, table, table + i * layout.OP_SIZE):
             return True
@@ -309,22 +337,24 @@ def has_progress(ctx: int, table: int, count: int) -> bool:
 
 @inline
 def awaited_tail(ctx: int, op: int) -> int:
-    """How many messages the peer must have taken for a send to go on: those in the way of its next piece, or all that are to be taken."""
+    """Return the number of messages the peer must have consumed for a send to advance or end."""
     if load(op + layout.OP_DONE) >= load(op + layout.OP_SEGMENTS):
         return load(op + layout.OP_MARK)
     return required_tail(connection(ctx, layout.CTX_SEND, load(op + layout.OP_PEER)))
 
 
 def _sleep_any(ctx: int, table: int, count: int) -> int:
-    """As ``waiting.sleep``, for the first of many events: whoever brings one about rings this rank's bell."""
+    """Sleep until any operation can advance, as ``waiting.sleep_until`` does for one word.
+
+    Every event of these operations rings this rank's doorbell.
+    """
     ctrl = load(ctx + layout.CTX_CTRL)
     op = table + load(ctx + layout.CTX_STEP) * layout.OP_SIZE
     peer = load(op + layout.OP_PEER)
     sending = load(op + layout.OP_RECEIVES) == 0
     store(ctx + layout.CTX_AWAITED_TAIL, awaited_tail(ctx, op) if sending else 0)
-    alone = (
-        load(op + layout.OP_WAIT) == layout.WAIT_ALL
-    )  # else another rank may bring it about as well
+    # With several WAIT_ANY another rank may end the wait as well.
+    alone = load(op + layout.OP_WAIT) == layout.WAIT_ALL
     store(ctrl + layout.PROGRESS_PEER, peer if alone else layout.ANY_PEER)
     store(ctrl + layout.PROGRESS_STEP, load(ctx + layout.CTX_STEP))
     store(ctrl + layout.PROGRESS_P2P_COUNT, load(op + layout.OP_COUNT))
@@ -364,13 +394,15 @@ sleep_any = inline(_sleep_any)
 
 @inline
 def spin_limit(ctx: int, count: int) -> int:
-    """How often ``rest`` only pauses; a look at every operation takes about as long as a pause."""
+    """Return the number of pauses before ``back_off`` yields."""
     return load(ctx + layout.CTX_SPIN) // (1 + count)
 
 
 @inline
 def back_off(ctx: int, table: int, count: int, idle: int) -> tuple[int, int]:
-    """Nothing could go for the ``idle``-th time since something did or this rank slept: (result, the new ``idle``)."""
+    """Pause, yield or sleep after the ``idle``-th pass without progress; return (result, new
+    ``idle``).
+    """
     spins = spin_limit(ctx, count)
     if idle <= spins:
         pause()
@@ -379,13 +411,16 @@ def back_off(ctx: int, table: int, count: int, idle: int) -> tuple[int, int]:
     if idle <= spins + load(ctx + layout.CTX_YIELDS) and load(ctx + layout.CTX_SKIP_YIELDS) == 0:
         yield_core(ctx, now_ns(ctx))
         return layout.OK, idle
-    should_yield(ctx)  # this was one of the waits that do not
+    should_yield(ctx)  # count this wait among those that do not yield
     return sleep_any(ctx, table, count), 0
 
 
 @inline
 def exchange_all(ctx: int, table: int, count: int) -> int:
-    """Advance ``count`` sends and receives until those have ended that must (``OP_WAIT``); without any, do what can be done at once."""
+    """Advance ``count`` sends and receives until those with an ``OP_WAIT`` have ended.
+
+    Without any of these, do whatever can be done at once.
+    """
     store(ctx + layout.CTX_DEADLINE, 0)
     total = 0
     for i in range(count):

@@ -1,8 +1,10 @@
-"""Memory that peers can address: signals, which tell peers where a rank's buffers lie, and the primitives that read and write these.
+"""Memory that peers can address: signals, and the primitives that read and write buffers of peers.
 
-A buffer lies in window memory, which all ranks of the host have mapped, or in private memory, which the kernel copies from and to
-(``process_vm_readv``, ``process_vm_writev``), or which is this process's own where the peer is a thread of it.  Scratch memory is never
-signalled: ``lower`` refuses schedules in which peers would touch it.
+A signal tells peers that everything before it is done, and the addresses of a rank's buffers. A
+buffer lies in window memory, which all ranks of the host have mapped; in private memory, which the
+kernel copies from and to (``process_vm_readv``, ``process_vm_writev``); or in this process's own
+memory if the peer is one of its threads. Scratch memory is never signalled: ``lower`` rejects
+schedules in which peers would access it.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from miraccl.executor.cpu.kernels.messages import (
     write_remote,
 )
 from miraccl.executor.cpu.kernels.operands import fold_operands, operand_words
-from miraccl.executor.cpu.kernels.slots import post_line
+from miraccl.executor.cpu.kernels.slots import descriptor_line
 from miraccl.executor.cpu.kernels.waiting import fail
 from miraccl.native.intrinsics import inline, load, memcpy, store
 
 
 @inline
 def locate(ctx: int, address: int, nbytes: int, private: int) -> tuple[int, int]:
-    """(0, offset in the window) or (``private``, address in private memory)."""
+    """Return (0, offset in the window), or (``private``, address in private memory)."""
     window = load(ctx + layout.CTX_WINDOW)
     if address >= window and address + nbytes <= load(ctx + layout.CTX_WINDOW_END):
         return 0, address - window
@@ -35,7 +37,7 @@ def locate(ctx: int, address: int, nbytes: int, private: int) -> tuple[int, int]
 
 @inline
 def locate_buffers(ctx: int, run: int) -> tuple[int, int, int]:
-    """Which of this rank's buffers are in private memory, and where its input and its output begin, as it signals them."""
+    """Return (PRIVATE_* bits, location of the input, of the output) of this rank, for its signals."""
     in_mode, in_at = locate(
         ctx, load(run + layout.RUN_IN), load(run + layout.RUN_IN_BYTES), layout.PRIVATE_IN
     )
@@ -47,16 +49,17 @@ def locate_buffers(ctx: int, run: int) -> tuple[int, int, int]:
 
 @inline
 def send_signal(ctx: int, run: int, peer: int) -> int:
-    """Tell a peer that all before is done, and where this rank's buffers lie."""
+    """Signal a peer that everything before is done, with the locations of this rank's buffers."""
     conn = connection(ctx, layout.CTX_SEND, peer)
     code = acquire_slot(ctx, conn, peer)
     if code != layout.OK:
         return code
-    line = post_line(conn)
+    line = descriptor_line(conn)
     modes, in_at, out_at = locate_buffers(ctx, run)
     store(line + layout.DESC_ADDR, in_at)
     store(line + layout.DESC_ADDR2, out_at)
-    if load(conn + layout.CONN_CAPS) & layout.CAP_ONE_SIDED == 0:  # the peer cannot use addresses
+    if load(conn + layout.CONN_CAPS) & layout.CAP_ONE_SIDED == 0:
+        # The peer cannot use addresses.
         post_descriptor(ctx, conn, load(run + layout.RUN_SIG), 0, layout.MODE_INLINE)
     else:
         post_descriptor(ctx, conn, load(run + layout.RUN_SIG), modes, layout.MODE_SIGNAL)
@@ -65,12 +68,12 @@ def send_signal(ctx: int, run: int, peer: int) -> int:
 
 @inline
 def wait_signal(ctx: int, run: int, peer: int) -> int:
-    """Wait for a peer's signal, and note where its buffers lie."""
+    """Wait for a peer's signal and record the locations of its buffers."""
     conn = connection(ctx, layout.CTX_RECV, peer)
     code = receive(ctx, conn, peer, load(run + layout.RUN_SIG))
     if code != layout.OK:
         return code
-    line = post_line(conn)
+    line = descriptor_line(conn)
     modes = load(line + layout.DESC_BYTES)
     same = load(conn + layout.CONN_PID) == load(ctx + layout.CTX_PID)
     window = load(conn + layout.CONN_WINDOW)
@@ -90,7 +93,7 @@ def wait_signal(ctx: int, run: int, peer: int) -> int:
 
 @inline
 def peer_buffer(conn: int, buffer: int) -> tuple[int, bool]:
-    """Where a peer's input or output begins, as it has signalled, and whether that is in the private memory of another process."""
+    """Return the address of a peer's input or output, and whether it is in another process."""
     if buffer == INPUT:
         return load(conn + layout.CONN_PEER_IN), load(
             conn + layout.CONN_PEER_MODES
@@ -102,7 +105,10 @@ def peer_buffer(conn: int, buffer: int) -> tuple[int, bool]:
 
 @inline
 def reduce_from_peers(ctx: int, run: int, step: int, rnd: int) -> int:
-    """All ranks' buffers have the same blocks, so this rank's offset is everybody's."""
+    """Run REDUCE_FROM_PEERS. All ranks' buffers have the same blocks, so this rank's offset is
+    valid
+    for all.
+    """
     src_buf, src = load(step + layout.STEP_SRC_BUF), load(step + layout.STEP_SRC)
     dst_buf, dst = load(step + layout.STEP_DST_BUF), load(step + layout.STEP_DST)
     count, peers, rank = (
@@ -129,6 +135,7 @@ def reduce_from_peers(ctx: int, run: int, step: int, rnd: int) -> int:
 
 @inline
 def put_or_get(ctx: int, run: int, step: int, puts: bool, rnd: int) -> int:
+    """Run PUT or GET."""
     src_buf, src = load(step + layout.STEP_SRC_BUF), load(step + layout.STEP_SRC)
     dst_buf, dst = load(step + layout.STEP_DST_BUF), load(step + layout.STEP_DST)
     peer = load(step + (layout.STEP_SEND if puts else layout.STEP_RECV))
@@ -153,7 +160,10 @@ def put_or_get(ctx: int, run: int, step: int, puts: bool, rnd: int) -> int:
 
 @inline
 def negotiate_window(ctx: int, run: int) -> int:
-    """Exchange with all ranks where the buffers lie: OK if they are window memory everywhere, ``NOT_HANDLED`` if not, or an ERR_*."""
+    """Exchange buffer locations with all ranks.
+
+    Returns OK if all buffers are window memory, ``NOT_HANDLED`` if not, or an ERR_*.
+    """
     peers, count = load(run + layout.RUN_NEGOTIATE_PEERS), load(run + layout.RUN_NEGOTIATE_NPEERS)
     for i in range(count):
         code = send_signal(ctx, run, load(peers + 8 * i))

@@ -1,15 +1,19 @@
-"""Which slot a message lies in, and slots that change hands.
+"""Slots of messages, and slots that change hands.
 
-A receiver gives a slot back for every message, but not always the one it came in: it may keep the slot it has just read, for a message the
-other way, and give one of its own that it has not used for longest (``swap``).  Why: where cores have large caches of their own, a line
-that a core reads from another one's cache moves there.  To write it again where it came from costs as much as reading it did; to write
-it where it was read costs nothing.  So an exchange fetches each line once per message instead of twice.
+A receiver returns one slot for every message, but not always the message's own: it may keep the
+slot it has just read, for a message in the other direction, and return the one of its own that was
+unused for longest (``swap_slot``). Where cores have large private caches, a line that a core reads
+from another one's cache moves there; writing it where it came from costs as much as reading it did,
+writing it where it was read costs nothing. So an exchange fetches each line once per message
+instead of twice.
 
-Slots are numbered as the sender sees them: below NSLOTS those of its FIFO's memory, above those of the FIFO the other way.  A send
-connection has its free slots in ``CONN_FREE``, a byte each, the next one lowest; from ``CONN_WARM`` on none of them has been read.
-``CONN_SENT`` says which slots are under way, a byte for each place in the ring of messages: 1 + number, 0 for a message without a slot.
-In the same way the word behind the tail says which slots came back, where it is not the message's own; ``CONN_RETURNED`` is what the
-receiver wrote there.  Of NSLOTS slots as many are free as the ring has free places, or more, so whoever has a place has a slot.
+Slots are numbered as the sender sees them: below NSLOTS those of its FIFO's memory, from NSLOTS on
+those of the FIFO in the other direction. ``CONN_FREE`` of a send connection lists its free slots, a
+byte each, the next one lowest; from position ``CONN_WARM`` on none of them has been read.
+``CONN_SENT`` has a byte for each message in the ring: 1 + its slot, 0 for a message without a slot.
+In the same way the word after the tail names returned slots that are not the message's own;
+``CONN_RETURNED`` is the receiver's copy of it. At least as many of the NSLOTS slots are free as the
+ring has free lines, so a free line implies a free slot.
 """
 
 from __future__ import annotations
@@ -17,16 +21,20 @@ from __future__ import annotations
 from miraccl.executor.cpu.kernels import layout
 from miraccl.native.intrinsics import inline, load, load_acquire, store, store_release
 
-#: Slots that are used before one that has just been read: an exchange of 128 KiB takes 13.6 us through slots of 64 KiB that were read just
-#: before, and 10.7 through those read one slot earlier, which have left the first-level cache (Intel Emerald Rapids).
+#: Number of slots used before one that was read last. An exchange of 128 KiB takes 13.6 us through
+#: slots of 64 KiB that were read immediately before, and 10.7 us through those read one slot
+#: earlier, which have left the first-level cache (Intel Emerald Rapids).
 COOLING_SLOTS = 2
-#: Swapping uses so many of the free slots, and leaves out messages of more pieces that come alone: ping-pong of 1 MiB was a fifth slower
-#: with all eight (second-level cache of 2 MiB), and with four that of 384 KiB to 2 MiB up to a quarter in one run of two.
+#: Number of free slots that swapping uses; messages of more segments that progress alone do not
+#: swap. Ping-pong of 1 MiB was a fifth slower with all eight (second-level cache of 2 MiB), and
+#: with
+#: four that of 384 KiB to 2 MiB was up to a quarter slower in one run of two.
 MAX_SWAP_SLOTS = 4
 
 
 @inline
-def post_line(conn: int) -> int:
+def descriptor_line(conn: int) -> int:
+    """Return the descriptor line of a connection's current message."""
     return (
         load(conn + layout.CONN_DESCS)
         + (load(conn + layout.CONN_COUNT) & (layout.NSLOTS - 1)) * layout.LINE
@@ -35,17 +43,19 @@ def post_line(conn: int) -> int:
 
 @inline
 def byte_shift(message: int) -> int:
-    """Where the byte of a message is in a word of NSLOTS bytes."""
+    """Return the bit position of a message's byte in a word of NSLOTS bytes."""
     return (message & (layout.NSLOTS - 1)) * 8
 
 
 @inline
 def with_byte(word: int, bits: int, value: int) -> int:
+    """Return ``word`` with the byte at bit position ``bits`` replaced."""
     return (word & ~(0xFF << bits)) | (value << bits)
 
 
 @inline
 def slot_address(conn: int, number: int) -> int:
+    """Return the address of a slot."""
     start = (
         load(conn + layout.CONN_SLOTS)
         if number < layout.NSLOTS
@@ -56,7 +66,10 @@ def slot_address(conn: int, number: int) -> int:
 
 @inline
 def next_slot(conn: int) -> int:
-    """Number of the slot for the next message of a send connection that has a place for it. The proxy takes them in turn."""
+    """Return the number of the slot for the next message of a send connection with a free line.
+
+    A proxy takes the slots in turn.
+    """
     if load(conn + layout.CONN_CAPS) & layout.CAP_NEEDS_PROGRESS != 0:
         return load(conn + layout.CONN_COUNT) & (layout.NSLOTS - 1)
     return load(conn + layout.CONN_FREE) & 0xFF
@@ -64,13 +77,13 @@ def next_slot(conn: int) -> int:
 
 @inline
 def next_slot_address(conn: int) -> int:
-    """Its address."""
+    """Return the address of the slot for the next message."""
     return slot_address(conn, next_slot(conn))
 
 
 @inline
 def claim_slot(conn: int) -> int:
-    """``next_slot`` goes with the message that is about to be posted; the mode that tells where it is."""
+    """Use ``next_slot`` for the message that is about to be posted; return the mode that names it."""
     number, message = next_slot(conn), load(conn + layout.CONN_COUNT)
     if load(conn + layout.CONN_CAPS) & layout.CAP_NEEDS_PROGRESS == 0:
         store(conn + layout.CONN_FREE, load(conn + layout.CONN_FREE) >> 8)
@@ -82,14 +95,14 @@ def claim_slot(conn: int) -> int:
         )
     if number == message & (layout.NSLOTS - 1):
         return layout.MODE_SLOT
-    store(post_line(conn) + layout.DESC_ADDR, number)
+    store(descriptor_line(conn) + layout.DESC_ADDR, number)
     return layout.MODE_MOVED
 
 
 @inline
 def received_slot(conn: int) -> int:
-    """Number of the slot that the message just received lies in (of modes SLOT and MOVED)."""
-    line = post_line(conn)
+    """Return the slot number of the received message (modes SLOT and MOVED)."""
+    line = descriptor_line(conn)
     if load(line + layout.DESC_MODE) == layout.MODE_MOVED:
         return load(line + layout.DESC_ADDR)
     return load(conn + layout.CONN_COUNT) & (layout.NSLOTS - 1)
@@ -97,7 +110,10 @@ def received_slot(conn: int) -> int:
 
 @inline
 def poll_tail(conn: int) -> int:
-    """How many messages the receiver has taken by now; slots that came back for them are free, to be used after all others."""
+    """Return the number of messages that the receiver has consumed, and reclaim the returned slots.
+
+    These are used after all other free ones.
+    """
     address = load(conn + layout.CONN_TAIL_ADDR)
     tail = load_acquire(address)
     sent = load(conn + layout.CONN_SENT)
@@ -123,20 +139,20 @@ def poll_tail(conn: int) -> int:
 
 @inline
 def required_tail(conn: int) -> int:
-    """How many messages of a send connection the peer must have taken for the next one to have a place."""
+    """Return the number of messages the peer must have consumed for the next one to have a line."""
     return load(conn + layout.CONN_COUNT) - (layout.NSLOTS - 1)
 
 
 @inline
 def has_free_slot(conn: int) -> bool:
-    """Whether the next message has a place."""
+    """Return True if the next message has a free line and slot."""
     need = required_tail(conn)
     return load(conn + layout.CONN_TAIL) >= need or poll_tail(conn) >= need
 
 
 @inline
 def swap_slot(ctx: int, conn: int) -> int:
-    """Keep the slot of the message just received and give another one: 1 + its number. 0 if there is none to give."""
+    """Keep the slot of the received message and choose one to return: 1 + its number, 0 for none."""
     out = load(ctx + layout.CTX_SEND) + conn - load(ctx + layout.CTX_RECV)
     nfree = load(out + layout.CONN_NFREE)
     if load(out + layout.CONN_WARM) >= nfree and nfree < layout.NSLOTS:
@@ -153,9 +169,12 @@ def swap_slot(ctx: int, conn: int) -> int:
 
 @inline
 def return_slot(ctx: int, conn: int, swaps: bool) -> None:
-    """Say which slot comes back for the message just received, another one only if ``swaps``; its sender looks once the tail has moved."""
+    """Return a slot for the received message, another one than its own only if ``swaps``.
+
+    The sender reads it after the tail has moved.
+    """
     mode, returned, number = (
-        load(post_line(conn) + layout.DESC_MODE),
+        load(descriptor_line(conn) + layout.DESC_MODE),
         load(conn + layout.CONN_RETURNED),
         0,
     )

@@ -1,6 +1,7 @@
-"""The primitives of ``schedule.ir.Op`` on bytes: what one step of a program does in one round.
+"""Primitives of ``schedule.ir.Op`` on bytes: the work of one step of a program in one round.
 
-A step that has nothing to move in a round (``chunks``) sends and expects no message; both ends see that alike.
+A step that has nothing to move in a round (``chunks``) neither sends nor expects a message; both
+ends decide alike.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from miraccl.executor.cpu.kernels.peer_memory import (
     send_signal,
     wait_signal,
 )
-from miraccl.executor.cpu.kernels.slots import next_slot_address, post_line
+from miraccl.executor.cpu.kernels.slots import descriptor_line, next_slot_address
 from miraccl.executor.cpu.kernels.waiting import fail
 from miraccl.native.intrinsics import inline, load, memcpy, store
 from miraccl.schedule.ir import Op
@@ -50,6 +51,7 @@ REDUCE_FROM_PEERS, SIGNAL, WAIT, BARRIER = (
 def send(
     ctx: int, run: int, peer: int, buffer: int, index: int, chunks: int, rnd: int, size: int
 ) -> int:
+    """Post a round's slices of some chunks to ``peer``."""
     conn = connection(ctx, layout.CTX_SEND, peer)
     code = acquire_slot(ctx, conn, peer)
     if code != layout.OK:
@@ -61,7 +63,7 @@ def send(
         if can_post_address(ctx, conn, start + offset, size, load(run + layout.RUN_DIRECT)):
             post_address(ctx, conn, sig, start + offset, size)
         elif size <= layout.INLINE_BYTES and load(run + layout.RUN_LL) != 0:
-            memcpy(post_line(conn) + layout.DESC_INLINE, start + offset, size)
+            memcpy(descriptor_line(conn) + layout.DESC_INLINE, start + offset, size)
             post_descriptor(ctx, conn, sig, size, layout.MODE_INLINE)
         else:
             memcpy(next_slot_address(conn), start + offset, size)
@@ -81,7 +83,7 @@ def receive_sized(ctx: int, run: int, conn: int, peer: int, size: int) -> int:
     code = receive(ctx, conn, peer, load(run + layout.RUN_SIG))
     if code != layout.OK:
         return code
-    got = load(post_line(conn) + layout.DESC_BYTES)
+    got = load(descriptor_line(conn) + layout.DESC_BYTES)
     if got != size:
         return fail(ctx, layout.ERR_SIZE, peer, size, got)
     return layout.OK
@@ -117,7 +119,7 @@ def reduce_into(
     chunks: int,
     rnd: int,
 ) -> int:
-    """``dst = src (+) message``, chunk by chunk."""
+    """Compute ``dst = src (+) message``, chunk by chunk."""
     slice_bytes = load(run + layout.RUN_ROUND_BYTES)
     for i in range(chunks):
         own, own_size = slice_extent(run, src_buf, src + i, rnd)
@@ -141,7 +143,7 @@ def reduce_into(
 
 @inline
 def reduce_to_next(ctx: int, run: int, step: int, conn: int, peer: int, rnd: int, size: int) -> int:
-    """RECV_REDUCE_SEND: fold straight into the slot of the next rank."""
+    """Run RECV_REDUCE_SEND: fold straight into the slot of the next rank."""
     to = load(step + layout.STEP_SEND)
     out = connection(ctx, layout.CTX_SEND, to)
     code = acquire_slot(ctx, out, to)
@@ -174,7 +176,7 @@ def reduce_to_next(ctx: int, run: int, step: int, conn: int, peer: int, rnd: int
 
 @inline
 def receive_step(ctx: int, run: int, step: int, op: int, rnd: int) -> int:
-    """All primitives that receive from one peer."""
+    """Run any primitive that receives from one peer."""
     chunks = load(step + layout.STEP_CHUNKS)
     src_buf, src = load(step + layout.STEP_SRC_BUF), load(step + layout.STEP_SRC)
     dst_buf, dst = load(step + layout.STEP_DST_BUF), load(step + layout.STEP_DST)
@@ -215,7 +217,7 @@ def receive_step(ctx: int, run: int, step: int, op: int, rnd: int) -> int:
 
 @inline
 def reduce_all(ctx: int, run: int, step: int, rnd: int) -> int:
-    """RECV_REDUCE_ALL."""
+    """Run RECV_REDUCE_ALL."""
     src_buf, src = load(step + layout.STEP_SRC_BUF), load(step + layout.STEP_SRC)
     dst_buf, dst, chunks = (
         load(step + layout.STEP_DST_BUF),
@@ -252,7 +254,7 @@ def reduce_all(ctx: int, run: int, step: int, rnd: int) -> int:
                 store(operand_words(ctx, step, i), here + offset if here != 0 else 0)
                 store(
                     operand_words(ctx, step, i) + 8,
-                    load(post_line(conn) + layout.DESC_ADDR) + offset,
+                    load(descriptor_line(conn) + layout.DESC_ADDR) + offset,
                 )
         code = fold_operands(ctx, run, step, buffer_base(run, dst_buf) + to, size)
         if code != layout.OK:
@@ -266,6 +268,7 @@ def reduce_all(ctx: int, run: int, step: int, rnd: int) -> int:
 
 @inline
 def synchronize(ctx: int, run: int, step: int, op: int) -> int:
+    """Run SIGNAL, WAIT or BARRIER."""
     peers, count, rank = (
         load(step + layout.STEP_PEERS),
         load(step + layout.STEP_NPEERS),
@@ -290,6 +293,7 @@ def synchronize(ctx: int, run: int, step: int, op: int) -> int:
 
 @inline
 def copy_chunks(ctx: int, run: int, step: int, rnd: int) -> None:
+    """Run COPY."""
     src_buf, src = load(step + layout.STEP_SRC_BUF), load(step + layout.STEP_SRC)
     dst_buf, dst = load(step + layout.STEP_DST_BUF), load(step + layout.STEP_DST)
     for i in range(load(step + layout.STEP_CHUNKS)):
@@ -303,6 +307,7 @@ def copy_chunks(ctx: int, run: int, step: int, rnd: int) -> None:
 
 @inline
 def do_step(ctx: int, run: int, step: int, rnd: int) -> int:
+    """Run one step in one round; return OK or an ERR_*."""
     op = load(step + layout.STEP_OP)
     if op == SEND:
         buffer, index, chunks = (

@@ -1,11 +1,13 @@
-"""Messages with tags, as far as they go without anybody's help.
+"""Tagged messages, as far as compiled code can match them without Python.
 
-A message is a header (tag, bytes of the payload, and the payload if it is short) and, if it is not, its payload, which goes as any
-other message does.  Headers all have one size, so that one can be received before anything is known.  Which receive gets which message is
-Python's to say (``miraccl.torch.matching``); compiled code does the everyday cases: a send that nothing is before, and a receive that no
-other one competes with, whose message is the next one of its source.  Whatever else it finds stays where it is.
+A message is a header (tag, bytes of the payload, and a short payload itself) and, if the payload is
+long, the payload as any other message. All headers have one size, so that one can be received
+before anything is known. ``miraccl.torch.matching`` matches messages to receives; compiled code
+handles the common cases: a send with no send before it, and a receive without competitors whose
+message is the next one of its source. Anything else is left untouched.
 
-A payload that does not get through in the call leaves its progress in ``row``, an operation of ``kernels.p2p``, for ``exchange_all``.
+The progress of a payload that does not complete in the call is in ``row``, an operation of
+``kernels.p2p`` for ``exchange_all``.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from miraccl.executor.cpu.kernels.p2p import (
     op_finished,
     signature,
 )
-from miraccl.executor.cpu.kernels.slots import has_free_slot, next_slot_address, post_line
+from miraccl.executor.cpu.kernels.slots import descriptor_line, has_free_slot, next_slot_address
 from miraccl.executor.cpu.kernels.waiting import release_gil
 from miraccl.native.intrinsics import inline, load, load_acquire, memcpy, store, store_release
 from miraccl.types import DType
@@ -35,8 +37,11 @@ UINT8 = int(DType.UINT8)
 
 @inline
 def send_tagged_message(ctx: int, peer: int, tag: int, address: int, nbytes: int, row: int) -> int:
-    """Send a message that is the next one to ``peer``: OK; IN_PROGRESS, where the rest of it is in ``row``; NOT_HANDLED, where nothing has
-    happened, for there is no room or no way; or an ERR_*."""
+    """Send the next message to ``peer``.
+
+    Returns OK; IN_PROGRESS if the remaining payload is in ``row``; NOT_HANDLED, without any effect,
+    if there is no free slot or no connection; or an ERR_*.
+    """
     conn = connection(ctx, layout.CTX_SEND, peer)
     if (
         load(conn + layout.CONN_SLOT_BYTES) < layout.HEADER_BYTES
@@ -61,10 +66,12 @@ def send_tagged_message(ctx: int, peer: int, tag: int, address: int, nbytes: int
 
 @inline
 def recv_if_matching(ctx: int, op: int, tag: int, address: int, nbytes: int, row: int) -> int:
-    """As ``take_message``, of the message whose header has come for ``op``."""
+    """Receive the message whose header has arrived for ``op`` if it matches; see
+    ``recv_tagged_message``.
+    """
     peer = load(op + layout.OP_PEER)
     conn = connection(ctx, layout.CTX_RECV, peer)
-    landed = load(post_line(conn) + layout.DESC_MODE) == layout.MODE_LANDED
+    landed = load(descriptor_line(conn) + layout.DESC_MODE) == layout.MODE_LANDED
     header = load(op + layout.OP_ADDR) if landed else local_payload(ctx, conn)
     if (
         header == 0
@@ -96,11 +103,12 @@ def recv_if_matching(ctx: int, op: int, tag: int, address: int, nbytes: int, row
 def recv_tagged_message(
     ctx: int, table: int, count: int, first: int, tag: int, address: int, nbytes: int, row: int
 ) -> int:
-    """Wait for the next message of any of ``count`` sources, whose headers the operations of ``table`` receive, and take it if it is the
-    one: its source; else, negative, IN_PROGRESS, where the rest of it is in ``row``, or another result.  After NOT_HANDLED and what whoever
-    waits finds again (ERR_TIMEOUT, ERR_ABORTED, ERR_LEFT, ERR_DIVERGED) nothing has happened.
+    """Wait for the next message of ``count`` sources and receive it if tag and size match.
 
-    The sources are looked at in turn, from number ``first`` on.
+    ``table`` has an operation for the header of each source; they are polled in turn from number
+    ``first`` on. Returns the source, or negated: IN_PROGRESS if the remaining payload is in
+    ``row``, or another result. After NOT_HANDLED, and after errors that a later wait finds again
+    (ERR_TIMEOUT, ERR_ABORTED, ERR_LEFT, ERR_DIVERGED), nothing has been consumed.
     """
     for i in range(count):
         store(table + i * layout.OP_SIZE + layout.OP_PREDECESSOR, -1)

@@ -1,4 +1,4 @@
-"""Sends and receives as doors are handed them: arrays and peers, checked, to the engine of ``kernels.p2p``."""
+"""Fast path of send, recv and sendrecv: checked arrays and peers to the engine of ``kernels.p2p``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from miraccl.native.intrinsics import inline, load, load_acquire
 
 @inline
 def send_or_receive(ctx: int, args: int, receives: bool) -> int:
-    """(array, peer) -> result."""
+    """Run a send or receive with arguments (array, peer)."""
     x = load(args)
     if not is_usable(ctx, x, WRITABLE if receives else READABLE):
         return layout.NOT_HANDLED
@@ -42,7 +42,7 @@ def send_or_receive(ctx: int, args: int, receives: bool) -> int:
 
 @inline
 def fill_op(ctx: int, op: int, receives: bool, array: int, peer: int) -> bool:
-    """Write one entry of an exchange; False if the array or the peer is not an everyday one."""
+    """Write one operation of an exchange; return False if array or peer must go to the slow path."""
     if not is_usable(ctx, array, WRITABLE if receives else READABLE):
         return False
     if peer < 0 or peer >= load(ctx + layout.CTX_NRANKS) or peer == load(ctx + layout.CTX_RANK):
@@ -65,7 +65,7 @@ def fill_op(ctx: int, op: int, receives: bool, array: int, peer: int) -> bool:
 
 @inline
 def send_and_receive(ctx: int, args: int) -> int:
-    """(array, peer, array, peer) -> result."""
+    """Run a sendrecv with arguments (array, peer, array, peer)."""
     table = load(ctx + layout.CTX_SENDRECV_OPS)
     if not fill_op(
         ctx, table, False, load(args), small_int(ctx, load(args + 8), layout.CTX_INT_TYPE)

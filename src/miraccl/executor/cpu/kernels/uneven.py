@@ -1,4 +1,6 @@
-"""The counts of an uneven call, from the lists that a door is handed to the words of ``kernels.counts``."""
+"""Counts of an uneven call: from the lists given to the fast path to the words of
+``kernels.counts``.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,24 @@ mix = inline(hashing.mix)
 
 @inline
 def splits_input(coll: int) -> bool:
-    """Whether a rank's input has a block for each rank."""
+    """Return True if a rank's input has a block for each rank."""
     return coll == ALL_TO_ALL or coll == REDUCE_SCATTER or coll == SCATTER
 
 
 @inline
 def splits_output(coll: int) -> bool:
+    """Return True if a rank's output has a block for each rank."""
     return coll == ALL_TO_ALL or coll == ALL_GATHER or coll == GATHER
 
 
 @inline
 def read_call_counts(ctx: int, coll: int, lists: int) -> tuple[int, int, int]:
-    """Write the counts of an uneven call to ``CTX_COUNTS``: (elements of the input, of the output, of the largest block that all ranks
-    know), -1 for what is left to Python. ``lists`` are the counts of the input and those of the output."""
+    """Write the counts of an uneven call to ``CTX_COUNTS``; ``lists`` are those of input and
+    output.
+
+    Returns (elements of the input, of the output, of the largest block that all ranks know), with
+    -1 where the slow path must handle the call.
+    """
     nranks, rank, table = (
         load(ctx + layout.CTX_NRANKS),
         load(ctx + layout.CTX_RANK),
@@ -64,7 +71,7 @@ def read_call_counts(ctx: int, coll: int, lists: int) -> tuple[int, int, int]:
 
 @inline
 def elements_before(ctx: int, coll: int) -> int:
-    """Elements of the blocks before this rank's, by the counts that were read last."""
+    """Return the elements of the blocks before this rank's, by the counts that were read last."""
     blocks = load(ctx + layout.CTX_COUNTS) + layout.COUNTS_BLOCKS + (0 if splits_input(coll) else 8)
     before = 0
     for i in range(load(ctx + layout.CTX_RANK)):

@@ -1,14 +1,15 @@
-"""How a rank waits, and how it is woken.
+"""Waits of a rank, and the wake-ups of its peers.
 
-A wait spins, then yields the processor, then sleeps on the rank's own doorbell (a futex in shared memory); so more ranks than
-cores still make progress, and a rank that waits long uses no processor.  Where a yield has given the core to somebody who keeps it, waits
-do without for a while.  Every wait has a deadline, sees an abort, answers
-Ctrl-C, and compares the operation it belongs to with the board of the rank it waits for.
+A wait spins, then yields the processor, then sleeps on the rank's own doorbell (a futex in shared
+memory): more ranks than cores still make progress, and a rank that waits long uses no processor.
+Every wait has a deadline, ends on an abort, answers Ctrl-C, and compares its operation with the
+progress page of the rank it waits for.
 
-Waking: whoever stores a flag then looks at the peer's ``SLEEP`` word.  "Store flag, load SLEEP" against "store SLEEP, load flag" is
-Dekker's problem and needs a full fence on both sides.  Where there are cores for all ranks, the sleeper pays for both with the
-``membarrier`` system call (a barrier on every core that runs a registered process), so that a message costs no fence; where ranks
-share cores, sleeping is common and the sender pays.
+Waking: after storing a flag, a rank reads the peer's ``CTRL_SLEEP`` word. "Store flag, load SLEEP"
+against "store SLEEP, load flag" is Dekker's problem and needs a full fence on both sides. If there
+is a core for every rank, the sleeper pays for both with the ``membarrier`` system call (a barrier
+on every core that runs a registered process), so that a message costs no fence; if ranks share
+cores, sleeping is common and the sender pays.
 """
 
 from __future__ import annotations
@@ -47,19 +48,20 @@ from miraccl.native.intrinsics import (
 )
 
 SPIN_BETWEEN_YIELDS = 16
-#: A yield that lasts this long has given the core to somebody who waits for nothing: a time slice of Linux is 1.4 ms and more.
+#: A yield that lasts this long has given the core to a thread that computes: a time slice of Linux
+#: is 1.4 ms and more.
 CORE_HELD_NS = 1_000_000
-#: How many waits sleep at once after such a yield.  A wait that sleeps costs some 10 us more, so they make up for about what it has cost.
+#: Number of waits that sleep at once after such a yield. A sleep costs some 10 us more than a
+#: yield, so together they cost about as much as the yield did.
 SKIPPED_YIELDS = 256
 FIRST_SLEEP_NS = 1_000_000
-RELEASE_GIL_BYTES = (
-    1 << 18
-)  # an operation on more bytes lets other Python threads run from its start
+# An operation on more bytes releases the GIL from its start.
+RELEASE_GIL_BYTES = 1 << 18
 
 
 @inline
 def now_ns(ctx: int) -> int:
-    """CLOCK_MONOTONIC."""
+    """Return CLOCK_MONOTONIC in nanoseconds."""
     spec = load(ctx + layout.CTX_SCRATCH) + layout.SCRATCH_NOW
     clock_gettime(1, spec)
     return load(spec) * 1000000000 + load(spec + 8)
@@ -67,6 +69,7 @@ def now_ns(ctx: int) -> int:
 
 @inline
 def futex_wait(ctx: int, address: int, value: int, nanoseconds: int) -> None:
+    """Sleep while the futex word has ``value``, for at most ``nanoseconds``."""
     spec = load(ctx + layout.CTX_SCRATCH) + layout.SCRATCH_SLEEP
     store(spec, nanoseconds // 1000000000)
     store(spec + 8, nanoseconds % 1000000000)
@@ -75,6 +78,7 @@ def futex_wait(ctx: int, address: int, value: int, nanoseconds: int) -> None:
 
 @inline
 def ring_doorbell(ctrl: int) -> None:
+    """Wake all sleepers on the doorbell of a control page."""
     add32(ctrl + layout.CTRL_DOORBELL, 1)
     syscall(SYS_FUTEX, ctrl + layout.CTRL_DOORBELL, FUTEX_WAKE, 1 << 30, 0, 0, 0)
 
@@ -89,7 +93,7 @@ def signal_eventfd(ctx: int, descriptor: int) -> None:
 
 @inline
 def wake_peer(ctx: int, conn: int) -> None:
-    """Tell the other end of a connection that a flag it may sleep on has been stored."""
+    """Wake the other end of a connection if it sleeps, after a flag was stored."""
     if load(conn + layout.CONN_CAPS) & layout.CAP_NEEDS_PROGRESS == 0:
         if load(ctx + layout.CTX_MEMBARRIER) == 0:
             fence()
@@ -104,6 +108,7 @@ def wake_peer(ctx: int, conn: int) -> None:
 
 @inline
 def fail(ctx: int, code: int, peer: int, expected: int, actual: int) -> int:
+    """Record an error in the context and return its code."""
     store(ctx + layout.CTX_ERR, code)
     store(ctx + layout.CTX_ERR_PEER, peer)
     store(ctx + layout.CTX_ERR_STEP, load(ctx + layout.CTX_STEP))
@@ -114,12 +119,14 @@ def fail(ctx: int, code: int, peer: int, expected: int, actual: int) -> int:
 
 @inline
 def release_gil(ctx: int) -> None:
+    """Release the GIL; idempotent."""
     if load(ctx + layout.CTX_TSTATE) == 0:
         store(ctx + layout.CTX_TSTATE, PyEval_SaveThread())
 
 
 @inline
 def restore_gil(ctx: int) -> None:
+    """Acquire the GIL again if it was released."""
     state = load(ctx + layout.CTX_TSTATE)
     if state != 0 and state != -1:
         store(ctx + layout.CTX_TSTATE, 0)
@@ -128,13 +135,13 @@ def restore_gil(ctx: int) -> None:
 
 @inline
 def interrupted(ctx: int) -> bool:
-    """Let Python handle its signals (Ctrl-C); True if a handler raised."""
+    """Run Python's signal handlers (Ctrl-C); return True if one raised."""
     state = load(ctx + layout.CTX_TSTATE)
-    if state == -1:  # not called from Python
+    if state == -1:  # not started by Python
         return False
     PyEval_RestoreThread(state)
     raised = PyErr_CheckSignals() != 0
-    if raised:  # kept for Python, which ends the communicator before it raises it
+    if raised:  # deferred: Python ends the communicator before it raises it
         kept = ctx + layout.CTX_EXCEPTION
         PyErr_Fetch(kept, kept + 8, kept + 16)
     store(ctx + layout.CTX_TSTATE, PyEval_SaveThread())
@@ -143,9 +150,11 @@ def interrupted(ctx: int) -> bool:
 
 @inline
 def diverged_signature(ctx: int, peer: int) -> int:
-    """The signature of the operation that the peer ran or runs under this one's number, if it is another operation; else 0.
+    """Return the signature of the operation that the peer runs under this one's number, 0 if it is
+    equal.
 
-    The peer may have finished it already and be further on: its history says what it was, for the last ``HISTORY`` operations.
+    The peer may be further on: its history has the last ``HISTORY`` operations. 0 if it does not
+    know.
     """
     table = load(ctx + layout.CTX_CTRLS)
     theirs = load(table + 8 * peer)
@@ -156,19 +165,20 @@ def diverged_signature(ctx: int, peer: int) -> int:
     if load_acquire(theirs + layout.PROGRESS_SEQ) < seq:
         return 0
     sig = load_acquire(theirs + layout.CTRL_HISTORY + (seq & (layout.HISTORY - 1)) * 16)
-    if sig & layout.SEQ_MASK != seq & layout.SEQ_MASK or sig == load(
-        mine + layout.PROGRESS_SIG
-    ):  # of another number: overwritten by a later one
+    # An entry with another number has been overwritten by a later operation.
+    if sig & layout.SEQ_MASK != seq & layout.SEQ_MASK or sig == load(mine + layout.PROGRESS_SIG):
         return 0
     return sig
 
 
 @inline
 def peer_diverged(ctx: int, peer: int, sending: bool) -> bool:
-    """Whether a wait for the peer can never end: the peer waits on the control plane, for this rank, and nothing of it is still on its way.
+    """Return True if a wait for ``peer`` can never end: it waits for this rank on the control
+    plane.
 
-    Look at the awaited word once more after this: it may have come before.  From other hosts messages may come later than what the control
-    plane tells; so there the peer must not have begun this operation, or all of its messages must be here.
+    The awaited word must be read once more afterwards: it may have been stored before. Messages
+    from other hosts may arrive later than the notice on the control plane; for such a peer this
+    requires that it has not begun this operation, or that all of its messages have arrived.
     """
     row = load(ctx + layout.CTX_CONTROL_WAITS) + peer * layout.CONTROL_WAIT_SIZE
     if (
@@ -190,8 +200,11 @@ def peer_diverged(ctx: int, peer: int, sending: bool) -> bool:
 
 @inline
 def peer_completed(ctx: int, peer: int) -> bool:
-    """Whether the peer has ended the collective that this rank is still in: then message count mismatch in it. Look at the awaited
-    word once more after this."""
+    """Return True if the peer has completed the collective this rank is in: ranks disagree on
+    messages.
+
+    The awaited word must be read once more afterwards.
+    """
     ctrl, theirs = load(ctx + layout.CTX_CTRL), load(load(ctx + layout.CTX_CTRLS) + 8 * peer)
     if theirs == 0 or load(ctrl + layout.PROGRESS_P2P_SIG) != 0:
         return False
@@ -202,13 +215,13 @@ def peer_completed(ctx: int, peer: int) -> bool:
             load_acquire(theirs + layout.PROGRESS_STATE) == layout.STATE_IDLE
             or load_acquire(theirs + layout.PROGRESS_P2P_SIG) != 0
         )
-    return (
-        ended and load_acquire(theirs + layout.CTRL_ABORT) == 0
-    )  # after an abort it numbers operations that it does not run
+    # After an abort a rank numbers operations that it does not run.
+    return ended and load_acquire(theirs + layout.CTRL_ABORT) == 0
 
 
 @inline
 def deadline_expired(ctx: int, now: int) -> bool:
+    """Return True if the operation's deadline has passed; the first call sets it."""
     deadline = load(ctx + layout.CTX_DEADLINE)
     if deadline == 0:
         store(ctx + layout.CTX_DEADLINE, now + load(ctx + layout.CTX_TIMEOUT_NS))
@@ -218,7 +231,7 @@ def deadline_expired(ctx: int, now: int) -> bool:
 
 @inline
 def ranks_on_core(ctx: int, cpu: int, above: int) -> int:
-    """How many other ranks of this host, numbered above ``above``, were last seen waiting on a core."""
+    """Count the other ranks of this host numbered above ``above`` that last waited on ``cpu``."""
     mine, count = load(ctx + layout.CTX_RANK), 0
     for rank in range(above + 1, load(ctx + layout.CTX_NRANKS)):
         ctrl = load(load(ctx + layout.CTX_CTRLS) + 8 * rank)
@@ -229,7 +242,12 @@ def ranks_on_core(ctx: int, cpu: int, above: int) -> int:
 
 @inline
 def find_freer_core(ctx: int, cpu: int, here: int, allowed: int) -> int:
-    """A core of the set ``allowed`` with at least two ranks fewer than this one has (``here`` others), the emptiest; else -1."""
+    """Return the core of ``allowed`` with the fewest ranks, -1 unless it has at least two fewer
+    than
+    here.
+
+    ``here``: number of other ranks on the current core.
+    """
     best, fewest = -1, here
     for other in range(8 * layout.CPU_SET_BYTES):
         if (load(allowed + (other >> 6) * 8) >> (other & 63)) & 1 != 0 and other != cpu:
@@ -243,17 +261,19 @@ def find_freer_core(ctx: int, cpu: int, here: int, allowed: int) -> int:
 
 @inline
 def migrate_to_freer_core(ctx: int) -> None:
-    """Move to a freer core if this one has two ranks more.
+    """Move this thread to a freer core if the current one has two ranks more.
 
-    The kernel wakes a sleeper where its waker runs, so ranks that wait for each other gather on one core while another is idle, and stay
-    there because none runs long enough to be moved.  The highest rank of the core goes.  The thread's affinity is narrowed for the move
-    and restored at once: it is a hint to the scheduler, not a binding.
+    The thread's affinity is narrowed for the move and restored at once: it is a hint to the
+    scheduler, not a binding.
     """
+    # The kernel wakes a sleeper where its waker runs, so ranks that wait for each other gather on
+    # one core while another is idle, and stay there because none runs long enough to be moved. The
+    # highest rank of the core moves.
     cpu = types.int64(sched_getcpu())
     store(load(ctx + layout.CTX_CTRL) + layout.PROGRESS_CPU, cpu + 1)
     waits = load(ctx + layout.CTX_WAIT_COUNT) + 1
     store(ctx + layout.CTX_WAIT_COUNT, waits)
-    if waits & 15 != 0:  # every so often is enough
+    if waits & 15 != 0:  # every 16th wait is enough
         return
     here = ranks_on_core(ctx, cpu, -1)
     if here == 0 or ranks_on_core(ctx, cpu, load(ctx + layout.CTX_RANK)) != 0:
@@ -278,7 +298,7 @@ def migrate_to_freer_core(ctx: int) -> None:
 
 @inline
 def should_yield(ctx: int) -> bool:
-    """Whether a wait yields before it sleeps; asked once a wait."""
+    """Return True if this wait yields before it sleeps; called once per wait."""
     naps = load(ctx + layout.CTX_SKIP_YIELDS)
     if naps > 0:
         store(ctx + layout.CTX_SKIP_YIELDS, naps - 1)
@@ -287,10 +307,11 @@ def should_yield(ctx: int) -> bool:
 
 @inline
 def yield_core(ctx: int, since: int) -> int:
-    """Let others have the core, which is this rank's ``since``; gives the time after it.
+    """Yield the core, which this rank has had since ``since``; return the time afterwards.
 
-    Ranks that share cores hand them over by yielding.  A process that computes takes what it is given for a whole time slice; from a
-    sleep a rank comes back as soon as it is woken.  So where somebody kept the core, the next waits had better sleep (``may_yield``).
+    Ranks that share cores hand them over by yielding. A process that computes keeps the core for a
+    whole time slice, whereas a sleeping rank returns as soon as it is woken; so after a yield that
+    lasted ``CORE_HELD_NS`` the next waits sleep at once (``should_yield``).
     """
     sched_yield()
     now = now_ns(ctx)
@@ -301,7 +322,10 @@ def yield_core(ctx: int, since: int) -> int:
 
 @inline
 def next_sleep_ns(ctx: int, sleep_ns: int) -> int:
-    """The nap after one of ``nap``; where they stop growing, some 60 ms into the wait, the lookout is told."""
+    """Return the duration of the sleep after one of ``sleep_ns``.
+
+    When it stops growing, some 60 ms into the wait, the deadlock detector is notified.
+    """
     longest = load(ctx + layout.CTX_MAX_SLEEP_NS)
     if sleep_ns < longest <= 2 * sleep_ns and load(ctx + layout.CTX_DETECTOR) >= 0:
         signal_eventfd(ctx, load(ctx + layout.CTX_DETECTOR))
@@ -310,7 +334,10 @@ def next_sleep_ns(ctx: int, sleep_ns: int) -> int:
 
 @inline
 def arm_doorbell(ctx: int) -> int:
-    """Say that this rank is about to sleep; the bell's value, for ``doze``. What is waited for is to be looked at after this."""
+    """Announce that this rank is about to sleep; return the doorbell's value for ``futex_sleep``.
+
+    The awaited word must be read after this.
+    """
     ctrl = load(ctx + layout.CTX_CTRL)
     doorbell = load32(ctrl + layout.CTRL_DOORBELL)
     exchange(ctrl + layout.CTRL_SLEEP, 1)
@@ -321,7 +348,10 @@ def arm_doorbell(ctx: int) -> int:
 
 @inline
 def futex_sleep(ctx: int, peer: int, doorbell: int, sleep_ns: int, now: int) -> int:
-    """Sleep for ``nap`` ns from ``now`` on or until the bell rings: OK, or the ERR_* of an abort or a deadline that has passed before."""
+    """Sleep for ``sleep_ns`` from ``now`` on or until the doorbell rings.
+
+    Returns OK, or the ERR_* of an abort or an expired deadline.
+    """
     ctrl = load(ctx + layout.CTX_CTRL)
     if load_acquire(ctrl + layout.CTRL_ABORT) != 0:
         return fail(ctx, layout.ERR_ABORTED, peer, 0, load(ctrl + layout.CTRL_ABORT))
@@ -334,6 +364,7 @@ def futex_sleep(ctx: int, peer: int, doorbell: int, sleep_ns: int, now: int) -> 
 
 
 def _sleep_until(ctx: int, address: int, target: int, peer: int) -> int:
+    """Sleep until the word at ``address`` has reached ``target``; see ``wait``."""
     ctrl = load(ctx + layout.CTX_CTRL)
     sending = address == load(
         load(ctx + layout.CTX_SEND) + peer * layout.CONN_SIZE + layout.CONN_TAIL_ADDR
@@ -350,9 +381,8 @@ def _sleep_until(ctx: int, address: int, target: int, peer: int) -> int:
         result = futex_sleep(ctx, peer, doorbell, sleep_ns, now)
         if result != layout.OK or load_acquire(address) >= target:
             break
-        if (
-            sleep_ns > FIRST_SLEEP_NS or now_ns(ctx) - now > FIRST_SLEEP_NS * 9 // 10
-        ):  # slept in vain: look around
+        # The whole sleep passed: check for other ends of the wait.
+        if sleep_ns > FIRST_SLEEP_NS or now_ns(ctx) - now > FIRST_SLEEP_NS * 9 // 10:
             other = diverged_signature(ctx, peer)
             if other != 0:
                 result = fail(
@@ -376,7 +406,7 @@ def _sleep_until(ctx: int, address: int, target: int, peer: int) -> int:
                 break
             sleep_ns = next_sleep_ns(ctx, sleep_ns)
     store(ctrl + layout.CTRL_SLEEP, 0)
-    if result == layout.OK:  # else the board goes on telling where this rank got stuck
+    if result == layout.OK:  # else the progress page keeps the place of the error
         store_release(ctrl + layout.PROGRESS_STATE, layout.STATE_RUNNING)
     return result
 
@@ -386,7 +416,7 @@ sleep_until = inline(_sleep_until)
 
 @inline
 def wait(ctx: int, address: int, target: int, peer: int) -> int:
-    """Return OK once the word at ``address`` has reached ``target``; else an ERR_*."""
+    """Wait until the word at ``address`` has reached ``target``; return OK or an ERR_*."""
     for _ in range(load(ctx + layout.CTX_SPIN)):
         if load_acquire(address) >= target:
             return layout.OK

@@ -1,7 +1,8 @@
-"""Kernel sources of operations that compiled code starts itself (``operations``), over TCP streams (``streams``); ``layout`` is for all.
+"""Kernel sources of operations that compiled code starts itself, on threads without the GIL.
 
-A package of its own: what changes here does not make the engine and the folds be compiled anew.
+``operations`` has the entry points, ``streams`` the TCP streams, ``offsets`` is for every module.
+The package is separate so that a change here does not recompile the engine and the folds.
 """
 
-#: packages whose numbers and functions end up in this one's compiled code
+#: packages whose constants and functions are part of the compiled code
 SOURCES = ("miraccl.executor.cpu.kernels",)

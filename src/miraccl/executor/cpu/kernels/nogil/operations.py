@@ -1,8 +1,9 @@
-"""Kernel source: operations that compiled code starts, on a thread that does not hold the interpreter's lock.
+"""Operations that compiled code starts, on a thread without the GIL.
 
-``run_unlocked`` runs a prepared operation of the engine.  The others go over TCP streams of their own (``streams``): ``exchange_unlocked``
-is a collective, one message to and one from each peer, then one reduction of all that came, in the order of the sources, numbered, signed
-and put on the board as every other; ``messages_unlocked`` are sends and receives.  What fails is explained alike.
+``run_nogil`` runs a prepared operation of the engine. The others use TCP streams of their own
+(``streams``): ``exchange_nogil`` is a collective, one message to and one from each peer and then
+one reduction of all that arrived, in the order of the sources, numbered, signed and published like
+every other; ``messages_nogil`` are sends and receives. Errors are explained alike.
 """
 
 from __future__ import annotations
@@ -32,14 +33,13 @@ from miraccl.native.intrinsics import (
 )
 
 NOT_BEGUN = -1
-NOT_FROM_PYTHON = (
-    -1
-)  # of CTX_TSTATE: there is no lock to let go of, and signals are not this thread's
+# CTX_TSTATE of a thread that does not hold the GIL and does not handle signals
+NOT_FROM_PYTHON = -1
 
 
 @inline
 def enter(ctx: int) -> bool:
-    """Whether an operation may begin. One thread at a time may be in a context; the caller sees to that."""
+    """Enter the context if an operation may begin. The caller admits one thread at a time."""
     if load(ctx + layout.CTX_BUSY) != 0 or load(ctx + layout.CTX_INSIDE) != 0:
         return False
     store(ctx + layout.CTX_INSIDE, 1)
@@ -49,12 +49,16 @@ def enter(ctx: int) -> bool:
 
 @inline
 def leave(ctx: int) -> None:
+    """Leave the context."""
     store(ctx + layout.CTX_TSTATE, 0)
     store(ctx + layout.CTX_INSIDE, 0)
 
 
 def run_nogil(ctx: int, run: int, unused: int, unused2: int) -> int:
-    """Run ``run``, whose addresses are set: OK, an ERR_*, or NOT_BEGUN where the doors are shut."""
+    """Run ``run``, whose addresses are set: OK, an ERR_*, or NOT_BEGUN if the engine is closed or
+    in
+    use.
+    """
     if not enter(ctx):
         return NOT_BEGUN
     store(ctx + layout.CTX_LAST_RUN, run)
@@ -65,19 +69,22 @@ def run_nogil(ctx: int, run: int, unused: int, unused2: int) -> int:
 
 @inline
 def check_abort(ctx: int) -> int:
-    """OK, or the error of a communicator that was aborted before the operation began."""
+    """Return OK, or the error of a communicator that was aborted before the operation began."""
     ctrl = load(ctx + layout.CTX_CTRL)
     if load_acquire(ctrl + layout.CTRL_ABORT) != 0:
         return fail(ctx, layout.ERR_ABORTED, -1, 0, load(ctrl + layout.CTRL_ABORT))
     return layout.OK
 
 
-# ---- what moves on streams
+# ---- progress on streams
 
 
 @inline
 def payload_moved(direction: int, upto: int) -> int:
-    """``upto`` bytes, or the bytes of payload that have moved where those are fewer and not all."""
+    """Return ``upto``, or the bytes of payload that have moved if the message is incomplete and
+    these
+    are fewer.
+    """
     return (
         upto
         if remaining(direction) == 0
@@ -87,7 +94,7 @@ def payload_moved(direction: int, upto: int) -> int:
 
 @inline
 def fold_some(exchange: int) -> bool:
-    """Reduce what has come from all peers and gone to all; True when all of it is done."""
+    """Reduce what has arrived from all peers and been sent to all; return True when all is reduced."""
     total, done = load(exchange + offsets.FOLD_BYTES), load(exchange + offsets.FOLDED)
     upto = total
     for i in range(load(exchange + offsets.NPEERS)):
@@ -163,13 +170,14 @@ def begin(ctx: int, exchange: int) -> None:
 
 @inline
 def write_header(direction: int, sig: int) -> None:
+    """Write the header of one direction."""
     store(direction + offsets.MOVED, 0)
     store(direction + offsets.HEADER, sig)
     store(direction + offsets.HEADER + 8, load(direction + offsets.BYTES) - offsets.HEADER_BYTES)
 
 
 def exchange_nogil(ctx: int, exchange: int, unused: int, unused2: int) -> int:
-    """Run the exchange (``layout``): OK, an ERR_*, or NOT_BEGUN where the doors are shut."""
+    """Run the exchange (``offsets``): OK, an ERR_*, or NOT_BEGUN if the engine is closed or in use."""
     if not enter(ctx):
         return NOT_BEGUN
     begin(ctx, exchange)
@@ -187,6 +195,7 @@ def exchange_nogil(ctx: int, exchange: int, unused: int, unused2: int) -> int:
 
 @inline
 def begin_messages(ctx: int, exchange: int) -> None:
+    """Begin the first send and receive of every peer."""
     store(ctx + layout.CTX_STEP, 0)
     store(ctx + layout.CTX_DEADLINE, 0)
     mark = begin_collective(exchange)
@@ -200,7 +209,10 @@ def begin_messages(ctx: int, exchange: int) -> None:
 
 @inline
 def begin_collective(exchange: int) -> int:
-    """Count and remember the collective that begins with this exchange, if one does; the mark of its messages, 0 for plain ones."""
+    """Count and record the collective that starts with this exchange, if any.
+
+    Returns the mark of its messages, 0 for plain ones.
+    """
     words, begins = load(exchange + offsets.COLLECTIVES), load(exchange + offsets.COLLECTIVE)
     if words == 0:
         return 0
@@ -214,7 +226,10 @@ def begin_collective(exchange: int) -> int:
 
 @inline
 def count_messages(direction: int, words: int) -> None:
-    """Add those that this exchange has one way to those of collectives; ``words`` count these, 0: the messages are plain."""
+    """Add one direction's messages of this exchange to the counters of collectives.
+
+    ``words``: address of these, 0 for plain messages.
+    """
     stream, parts = load(direction + offsets.NUMBER), load(direction + offsets.NSEGMENTS)
     if words != 0 and parts != 0:
         store(
@@ -225,6 +240,7 @@ def count_messages(direction: int, words: int) -> None:
 
 @inline
 def restart(direction: int, mark: int) -> None:
+    """Begin the messages of one direction."""
     store(direction + offsets.MARK, mark)
     store(direction + offsets.BYTES, 0)
     store(direction + offsets.MOVED, 0)
@@ -233,7 +249,7 @@ def restart(direction: int, mark: int) -> None:
 
 
 def messages_nogil(ctx: int, exchange: int, unused: int, unused2: int) -> int:
-    """As ``exchange_unlocked``, for an exchange of sends and receives; it is not numbered with the communicator's operations."""
+    """Run an exchange of sends and receives, as ``exchange_nogil``; it has no sequence number."""
     if not enter(ctx):
         return NOT_BEGUN
     code = check_abort(ctx)

@@ -1,6 +1,6 @@
-"""Kernel source: messages on TCP streams that compiled code serves itself, without blocking (``layout``).
+"""Messages on TCP streams that compiled code serves itself, without blocking (``offsets``).
 
-A row is a peer's stream, with the message that goes on it and the one that comes.  Nothing here waits but ``nap``.
+A row is a peer's stream with its outgoing and its incoming message. Only ``poll_streams`` waits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ POLLIN, POLLOUT, POLLERR, POLLHUP, POLLRDHUP = 1, 4, 8, 16, 0x2000
 
 @inline
 def build_msghdr(exchange: int, header: int, direction: int, most: int) -> int:
-    """A message header (struct msghdr) for what is left of header and payload, ``most`` bytes of payload at a time."""
+    """Build a struct msghdr for the rest of header and payload, at most ``most`` bytes of payload."""
     vectors, message, count = exchange + offsets.VECTOR, exchange + offsets.MESSAGE, 0
     moved = load(direction + offsets.MOVED)
     if moved < offsets.HEADER_BYTES:
@@ -54,18 +54,19 @@ def build_msghdr(exchange: int, header: int, direction: int, most: int) -> int:
 
 @inline
 def remaining(direction: int) -> int:
-    """Bytes that are still to go or to come."""
+    """Return the bytes of a message that have not moved."""
     return load(direction + offsets.BYTES) - load(direction + offsets.MOVED)
 
 
 @inline
 def remaining_both(row: int) -> int:
-    """The same, both ways."""
+    """Return the bytes that have not moved in both directions of a row."""
     return remaining(row + offsets.OUT) + remaining(row + offsets.IN)
 
 
 @inline
 def send_some(exchange: int, row: int) -> bool:
+    """Send what the kernel accepts; return True if anything moved."""
     direction = row + offsets.OUT
     if remaining(direction) == 0:
         return False
@@ -81,7 +82,10 @@ def send_some(exchange: int, row: int) -> bool:
 
 @inline
 def receive_some(ctx: int, exchange: int, row: int) -> int:
-    """OK if something came, NOT_HANDLED if nothing did, or an ERR_*.  Nothing comes on a stream that has ended: others may tell why."""
+    """Receive what has arrived: OK if anything did, NOT_HANDLED if nothing did, or an ERR_*.
+
+    Nothing arrives on a stream that has ended; the control plane may know why it has.
+    """
     direction = row + offsets.IN
     if remaining(direction) == 0:
         return layout.NOT_HANDLED
@@ -107,7 +111,10 @@ def receive_some(ctx: int, exchange: int, row: int) -> int:
 
 @inline
 def begin_next_segment(direction: int) -> None:
-    """Where a message has gone or come: begin with the next of the sends or receives, if there is one; number it, and write its header."""
+    """Begin the next send or receive of a direction whose message is complete, if there is one.
+
+    Numbers it and writes its header.
+    """
     begun = load(direction + offsets.SEGMENTS_BEGUN)
     if remaining(direction) == 0 and begun < load(direction + offsets.NSEGMENTS):
         part = load(direction + offsets.SEGMENTS) + begun * offsets.SEGMENT_SIZE
@@ -129,7 +136,7 @@ def begin_next_segment(direction: int) -> None:
 
 @inline
 def publish_missing(ctx: int, exchange: int) -> int:
-    """Put what is waited for on the board; its peer, -1 if there is none."""
+    """Publish the awaited message on the progress page; return its peer, -1 if there is none."""
     for i in range(load(exchange + offsets.NPEERS)):
         row = load(exchange + offsets.ROWS) + i * offsets.ROW_BYTES
         if remaining_both(row) > 0:
@@ -152,7 +159,7 @@ def publish_missing(ctx: int, exchange: int) -> int:
 
 @inline
 def ended_peer(exchange: int) -> int:
-    """A peer whose stream has ended though something is missing, -1 if there is none."""
+    """Return a peer whose stream has ended before its messages were complete, -1 if there is none."""
     for i in range(load(exchange + offsets.NPEERS)):
         row = load(exchange + offsets.ROWS) + i * offsets.ROW_BYTES
         if load(row + offsets.ENDED) != 0 and remaining_both(row) > 0:
@@ -162,9 +169,10 @@ def ended_peer(exchange: int) -> int:
 
 @inline
 def check_wait(ctx: int, exchange: int, now: int, idle: int) -> int:
-    """What may end a wait: an abort, the deadline, a peer that has left or to which there is no connection any more.
+    """Check for the ends of a wait: an abort, the deadline, a peer that has left or lost its
+    connection.
 
-    Who has left may have done its part first, so what it has sent is taken up to the end of its stream.
+    A peer that has left may have done its part first, so its stream is read to the end.
     """
     ctrl, peer = load(ctx + layout.CTX_CTRL), publish_missing(ctx, exchange)
     if load_acquire(ctrl + layout.CTRL_ABORT) != 0:
@@ -181,33 +189,30 @@ def check_wait(ctx: int, exchange: int, now: int, idle: int) -> int:
 
 @inline
 def poll_streams(exchange: int, nanoseconds: int) -> None:
-    """Sleep until a stream has news."""
+    """Sleep until a stream is ready."""
     polls, count = load(exchange + offsets.POLLS), load(exchange + offsets.NPEERS)
     for i in range(count):
         row = load(exchange + offsets.ROWS) + i * offsets.ROW_BYTES
         interest = 0
         if load(row + offsets.ENDED) == 0:
             to_come, to_go = remaining(row + offsets.IN) > 0, remaining(row + offsets.OUT) > 0
-            interest = (
-                POLLIN * to_come | POLLOUT * to_go | POLLRDHUP * (to_go and not to_come)
-            )  # who sends no more takes no more
-        descriptor = (
-            load(row + offsets.DESCRIPTOR) if interest != 0 else 0xFFFFFFFF
-        )  # -1: not looked at
+            # A peer that has closed its direction does not read either.
+            interest = POLLIN * to_come | POLLOUT * to_go | POLLRDHUP * (to_go and not to_come)
+        # poll ignores descriptor -1.
+        descriptor = load(row + offsets.DESCRIPTOR) if interest != 0 else 0xFFFFFFFF
         store(polls + 8 * i, descriptor | interest << 32)
     store(exchange + offsets.TIME, 0)
     store(exchange + offsets.TIME + 8, nanoseconds)
     if syscall(SYS_PPOLL, polls, count, exchange + offsets.TIME, 0, 0, 0) > 0:
         for i in range(count):
-            if (
-                load(polls + 8 * i) >> 48 & (POLLERR | POLLHUP | POLLRDHUP) != 0
-            ):  # what has come is read without asking again
+            # From now on it is read without polling.
+            if load(polls + 8 * i) >> 48 & (POLLERR | POLLHUP | POLLRDHUP) != 0:
                 store(load(exchange + offsets.ROWS) + i * offsets.ROW_BYTES + offsets.ENDED, 1)
 
 
 @inline
 def notify_detector(ctx: int, exchange: int, since: int) -> None:
-    """Nothing has moved for long, ``since`` then: told once."""
+    """Notify the deadlock detector once that nothing has moved since ``since``."""
     if load(exchange + offsets.REPORTED) != since and load(ctx + layout.CTX_DETECTOR) >= 0:
         store(exchange + offsets.REPORTED, since)
         signal_eventfd(ctx, load(ctx + layout.CTX_DETECTOR))
@@ -215,7 +220,7 @@ def notify_detector(ctx: int, exchange: int, since: int) -> None:
 
 @inline
 def back_off(ctx: int, exchange: int, now: int, idle: int) -> int:
-    """Nothing has moved for ``idle`` ns: OK to look again, or an ERR_*."""
+    """Wait after ``idle`` ns without progress: OK to try again, or an ERR_*."""
     if idle > offsets.SPIN_NS // 8:
         code = check_wait(ctx, exchange, now, idle)
         if code != layout.OK:
