@@ -23,7 +23,7 @@ from miraccl.executor.cuda import layout
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.types import RedOp
 from tests.diagnosis.fault_ranks import seen as told_by
-from tests.gpu.emulated_ranks import Rank, rank
+from tests.gpu.emulated_ranks import EmulatedRank, rank
 from tests.gpu.fake_ranks import session
 from tests.runtime.pair_ranks import await_two, status_queries
 
@@ -52,7 +52,7 @@ def set_up_against(what: str, where: str) -> dict[str, Any]:
     No deadline passes.
     """
     with session() as world:
-        me = Rank(world, 600.0)
+        me = EmulatedRank(world, 600.0)
         world.timeout = 600.0
         me.comm.all_reduce(np.ones(3))
         x = me.put(np.ones(3))
@@ -101,7 +101,7 @@ def alone(how: str) -> str:
         return answer
 
 
-def exit_is_reported(me: Rank) -> None:
+def exit_is_reported(me: EmulatedRank) -> None:
     """Ranks that wait for a leaving rank get that error before their deadline."""
     me.comm._core.session.barrier("told")
 
@@ -153,7 +153,7 @@ def waits_for_exiting_rank(what: str) -> dict[str, Any]:
         return {"type": "none"}
 
 
-def outcome(me: Rank) -> str:
+def outcome(me: EmulatedRank) -> str:
     try:
         me.synchronize()
     except (CollectiveMismatch, CollectiveTimeout, CommunicatorAborted) as error:
@@ -198,7 +198,7 @@ def left_by_an_exception() -> bool:
 def deadline_before_close() -> str:
     """A deadline that passes after the last call is raised when the communicator is closed."""
     with session() as world:
-        me = Rank(world, 30.0)
+        me = EmulatedRank(world, 30.0)
         me.comm.barrier(stream=0)
         me.synchronize()
         if me.rank == 1:
@@ -237,7 +237,7 @@ def death_between_copies() -> None:
 
 
 @contextlib.contextmanager
-def ready_for_copies() -> Iterator[tuple[Rank, DeviceCommunicator, Any, Any]]:
+def ready_for_copies() -> Iterator[tuple[EmulatedRank, DeviceCommunicator, Any, Any]]:
     """Return a rank that has copied through staging memory, its GPU side, and its input and output.
     No
     deadline passes.
@@ -437,12 +437,14 @@ def deadlocks_in_different_calls(cases: Sequence[str]) -> list[dict[str, Any]]:
     )  # those of the emulated GPU are no program's
     with session() as world:
         return [
-            _in_different_calls(Rank(world.subgroup(range(world.nranks), case), 600.0), case)
+            _in_different_calls(
+                EmulatedRank(world.subgroup(range(world.nranks), case), 600.0), case
+            )
             for case in cases
         ]
 
 
-def _in_different_calls(me: Rank, case: str) -> dict[str, Any]:
+def _in_different_calls(me: EmulatedRank, case: str) -> dict[str, Any]:
     comm, mine = me.comm, me.rank
     x, large, left = me.zeros(10), me.zeros(3000), (mine + 1) % me.nranks
     calls: dict[str, Callable[[], Any]] = {
@@ -636,7 +638,7 @@ def late_rank(what: str) -> dict[str, Any]:
 def setup_fails_last() -> dict[str, Any]:
     """Rank 1's driver fails the last step of the GPU setup. No deadline passes."""
     with session() as world:
-        me = Rank(world, 600.0)
+        me = EmulatedRank(world, 600.0)
         x = me.put(np.ones(1000))
         if me.rank == 1:
             me.cuda.refuse.add("cuEventCreate")

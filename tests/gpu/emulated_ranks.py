@@ -39,7 +39,7 @@ from tests.gpu.fake_ranks import session
 from tests.runtime.test_life import in_threads
 
 
-class Rank:
+class EmulatedRank:
     """Communicator on an emulated GPU."""
 
     def __init__(self, world: Any, timeout: float, shares: bool = False) -> None:
@@ -142,14 +142,14 @@ class Immutable(DlpackOnlyArray):
 
 
 @contextlib.contextmanager
-def rank(timeout: float = 120.0, make: Any = Rank) -> Iterator[Rank]:
+def rank(timeout: float = 120.0, make: Any = EmulatedRank) -> Iterator[EmulatedRank]:
     with session() as world:
         me = make(world, timeout)
         yield me
         me.comm.finalize()
 
 
-class CtaPolicyRank(Rank):
+class CtaPolicyRank(EmulatedRank):
     """Rank whose communicator uses few multiprocessors for large operations."""
 
     def __init__(self, world: Any, timeout: float) -> None:
@@ -515,7 +515,10 @@ def rejections() -> None:
             (lambda: comm.broadcast(x, me.nranks), "broadcast: root is"),
             (lambda: comm.gather(x, True), "gather: root is True"),
             (lambda: comm.empty(4, "complex64", device="cuda"), "cannot communicate dtype"),
-            (lambda: comm.empty(1 << 62, device="cuda"), "cannot allocate 18446744073709551616 bytes"),
+            (
+                lambda: comm.empty(1 << 62, device="cuda"),
+                "cannot allocate 18446744073709551616 bytes",
+            ),
             (lambda: comm.empty((1 << 40, 1 << 40), "int8", device="cuda"), "bytes for .* int8"),
             (
                 lambda: comm.all_reduce(x, stream=-1),
@@ -878,7 +881,7 @@ def in_the_order_of_the_machine(topology: str) -> tuple[tuple[int, ...], str]:
     """Run rings, chains from every root, and trees on GPUs in machine order; return that order."""
     os.environ["NCCL_TOPO_FILE"] = topology
     with session() as world:
-        me = Rank.__new__(Rank)
+        me = EmulatedRank.__new__(EmulatedRank)
         me.cuda = EmulatedCuda(home=world.rank).install()
         me.comm = Communicator.from_session(world, Options.create(timeout=60, algo="ring"))
         me.rank, me.nranks = world.rank, world.nranks
@@ -913,7 +916,7 @@ def in_the_order_of_the_machine(topology: str) -> tuple[tuple[int, ...], str]:
 
 def explanations() -> None:
     """Explanations match what runs; the last plan is that of the last operation, in any memory."""
-    with rank(make=partial(Rank, shares=True)) as me:
+    with rank(make=partial(EmulatedRank, shares=True)) as me:
         comm, pairs = me.comm, [(0, 1), (0, 2), (1, 2)]
         assert comm.last_plan is None
         told: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
@@ -974,7 +977,7 @@ def plans(settings: dict[str, str], options: dict[str, Any], count: int = 1000) 
     os.environ.update(settings)
     found: dict[str, str] = {}
     with session() as world:
-        me = Rank.__new__(Rank)
+        me = EmulatedRank.__new__(EmulatedRank)
         me.cuda = EmulatedCuda(home=world.rank).install()
         me.comm = Communicator.from_session(world, Options.create(timeout=60, **options))
         me.rank, me.nranks = world.rank, world.nranks
@@ -1026,7 +1029,7 @@ def communicators_in_threads() -> list[int]:
     """
     with session() as world:
         options = Options.create(timeout=60)
-        me, shared = Rank(world, options.timeout), LaunchOrders()
+        me, shared = EmulatedRank(world, options.timeout), LaunchOrders()
         whole = Communicator.from_session(
             world.subgroup(range(world.nranks), "first"), options, launch_orders=lambda: shared
         )
@@ -1259,7 +1262,7 @@ def as_threads(nranks: int) -> None:
     cuda = EmulatedCuda().install()
 
     def work(comm: Communicator) -> None:
-        me = Rank.__new__(Rank)
+        me = EmulatedRank.__new__(EmulatedRank)
         me.cuda, me.comm, me.rank, me.nranks = cuda, comm, comm.rank, comm.nranks
         n, right, left, cuda.home = (
             me.nranks,
@@ -1306,7 +1309,7 @@ def as_threads(nranks: int) -> None:
     assert cuda.retained.total() == nranks // 2  # those that the program has chosen
 
 
-def _with_another_gpu_current(me: Rank) -> None:
+def _with_another_gpu_current(me: EmulatedRank) -> None:
     """Call from a thread with another current GPU; its choice is preserved."""
     comm, n, right, left = me.comm, me.nranks, (me.rank + 1) % me.nranks, (me.rank - 1) % me.nranks
     x, out, wide, total = (
@@ -1397,7 +1400,7 @@ def forks() -> list[str]:
 def ordered() -> list[float]:
     """A large deterministic reduce, whose result is 0 only in the order of the ranks."""
     with session() as world:
-        me = Rank.__new__(Rank)
+        me = EmulatedRank.__new__(EmulatedRank)
         me.cuda = EmulatedCuda(home=world.rank).install()
         me.comm = Communicator.from_session(world, Options.create(timeout=60, deterministic=True))
         me.rank, me.nranks = world.rank, world.nranks

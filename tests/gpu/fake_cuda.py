@@ -92,7 +92,7 @@ def _memory(name: str, nbytes: int) -> int:
     return fd
 
 
-class Stream:
+class FakeStream:
     """Thread that runs work in order; while it is captured, work is appended to ``graph``."""
 
     def __init__(self, context: int) -> None:
@@ -140,22 +140,22 @@ class Stream:
                 self._left -= 1
 
 
-class _Streams(dict[int, Stream]):
+class _Streams(dict[int, FakeStream]):
     """Streams by handle; 0 and 1 are the legacy stream of the current context."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__()
         self.cuda, self.legacy = (
             cuda,
-            {context_of(ordinal): Stream(context_of(ordinal)) for ordinal in range(cuda.ngpus)},
+            {context_of(ordinal): FakeStream(context_of(ordinal)) for ordinal in range(cuda.ngpus)},
         )
 
-    def __missing__(self, number: int) -> Stream:
+    def __missing__(self, number: int) -> FakeStream:
         if number not in (0, 1) or self.cuda.current is None:
             raise KeyError(number)
         return self.legacy[self.cuda.current]
 
-    def of(self, context: int) -> list[Stream]:
+    def of(self, context: int) -> list[FakeStream]:
         return [
             stream
             for stream in (*self.legacy.values(), *self.values())
@@ -238,7 +238,7 @@ class FakeCuda:
         self.handles: dict[int, tuple[int, int | None]] = {}  # handle -> (descriptor, GPU)
         self.pinned: set[int] = set()
         self.streams = _Streams(self)
-        self.destroyed: list[Stream] = []  # their work continues
+        self.destroyed: list[FakeStream] = []  # their work continues
         self.enabled: set[tuple[int, int]] = set()  # (context, context of a peer with access)
         self.retained: Counter[int] = Counter()  # contexts
         self.faults: list[str] = []  # accesses that would fault on a GPU
@@ -562,7 +562,7 @@ class FakeCuda:
     def make_stream(self, ordinal: int | None = None) -> int:
         """Create a stream of a GPU, by default the application's, whatever context is current."""
         number = next(self._numbers)
-        self.streams[number] = Stream(context_of(self.home if ordinal is None else ordinal))
+        self.streams[number] = FakeStream(context_of(self.home if ordinal is None else ordinal))
         return number
 
     def cuStreamDestroy(self, stream: int) -> tuple[Any, ...]:

@@ -52,7 +52,7 @@ from tests.runtime.pair_ranks import await_two, status_queries
 BIG = 50_001  # float32: several segments of the smallest slots
 
 
-class World:
+class SimulatedRank:
     """Rank with its communicator.
 
     ``kernels``: a host's kernels run in the emulator, else the CPU replaces them. ``apart``: the
@@ -119,7 +119,7 @@ def even_collectives(hosts: str, sizes: Sequence[int], apart: bool = False) -> d
     """Run every collective with every size, type and form; return the algorithms used."""
     used: dict[str, str] = {}
     with session() as world:
-        w = World(world, hosts, apart=apart)
+        w = SimulatedRank(world, hosts, apart=apart)
         for count in sizes:
             for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.INT8, DType.FLOAT8_E4M3):
                 small = count if dtype is DType.FLOAT32 else min(count, 999)
@@ -130,7 +130,7 @@ def even_collectives(hosts: str, sizes: Sequence[int], apart: bool = False) -> d
 
 
 def _even(
-    w: World,
+    w: SimulatedRank,
     count: int,
     dtype: DType,
     root: int,
@@ -209,7 +209,7 @@ def in_rank_order(hosts: str, apart: bool) -> None:
     """``deterministic``: float sums do not depend on the distribution of ranks over hosts."""
     os.environ["MIRACCL_DETERMINISTIC"] = "1"
     with session() as world:
-        w = World(world, hosts, apart=apart)
+        w = SimulatedRank(world, hosts, apart=apart)
         comm, n = w.comm, w.nranks
         for dtype, count in itertools.product((DType.FLOAT32, DType.BFLOAT16), (n, 1000 * n)):
             rng = np.random.default_rng(count)
@@ -253,7 +253,7 @@ def in_rank_order(hosts: str, apart: bool) -> None:
 def with_kernels(hosts: str, apart: bool) -> None:
     """Emulated kernels inside hosts: hierarchical collectives, messages, uneven blocks."""
     with session() as world:
-        w = World(world, hosts, kernels=True, apart=apart)
+        w = SimulatedRank(world, hosts, kernels=True, apart=apart)
         used: dict[str, str] = {}
         _even(w, 515, DType.FLOAT32, 1, used, (RedOp.SUM,))
         for collective in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"):
@@ -315,7 +315,7 @@ def one_host(kind: str) -> None:
 def in_place(hosts: str, count: int) -> None:
     """Output within input, or input within output."""
     with session() as world:
-        w = World(world, hosts)
+        w = SimulatedRank(world, hosts)
         comm, n = w.comm, w.nranks
         inputs = [numbers(r, count * n, DType.FLOAT32) for r in range(n)]
         whole = w.put(inputs[w.rank])
@@ -337,7 +337,7 @@ def in_place(hosts: str, count: int) -> None:
 
 def uneven_collectives(hosts: str, apart: bool) -> None:
     with session() as world:
-        w = World(world, hosts, apart=apart)
+        w = SimulatedRank(world, hosts, apart=apart)
         comm, n, r = w.comm, w.nranks, w.rank
         for counts in (
             [0] * n,
@@ -396,7 +396,7 @@ def uneven_collectives(hosts: str, apart: bool) -> None:
 def anywhere_in_windows(hosts: str) -> None:
     """Ranks pass different window positions and plain memory, as allowed on one host."""
     with session() as world:
-        w = World(world, hosts, kernels=True, apart=True)
+        w = SimulatedRank(world, hosts, kernels=True, apart=True)
         count, total = 1001, w.nranks * (w.nranks + 1) / 2
         window: DeviceMemory = w.comm.empty(4 * count, "float32").miraccl_view
         x = w.put(np.full(count, w.rank + 1.0, np.float32))
@@ -419,7 +419,7 @@ def changing_counts(hosts: str, apart: bool) -> None:
     """Counts that change between calls, among repeated calls: as graphs, captured, and neither."""
     vars(hosts_jobs)["MAX_JOBS"] = 4
     with session() as world:
-        w = World(world, hosts, apart=apart)
+        w = SimulatedRank(world, hosts, apart=apart)
         comm, n, r = w.comm, w.nranks, w.rank
         stream = w.cuda.make_stream()
         x, y = w.zeros(BIG * n, DType.FLOAT32), w.zeros(BIG * n, DType.FLOAT32)
@@ -451,7 +451,7 @@ def changing_counts(hosts: str, apart: bool) -> None:
 
 def sends_and_receives(hosts: str, apart: bool) -> None:
     with session() as world:
-        w = World(world, hosts, apart=apart)
+        w = SimulatedRank(world, hosts, apart=apart)
         comm, n, r = w.comm, w.nranks, w.rank
         to, frm = (r + 1) % n, (r - 1) % n
         for count in (1, BIG):
@@ -493,7 +493,7 @@ def sends_and_receives(hosts: str, apart: bool) -> None:
         w.finish()
 
 
-def _many(w: World) -> None:
+def _many(w: SimulatedRank) -> None:
     """Exchange messages of all sizes with other hosts, some empty; even ranks group them."""
     hosts = {rank: number for number, ranks in enumerate(w.comm.nodes) for rank in ranks}
     sizes = (3, 0, 20_000, 1, 7, 40_000)
@@ -527,7 +527,7 @@ def _many(w: World) -> None:
 def graphs(hosts: str, apart: bool) -> None:
     """Captured operations run at each replay, among others, in several streams."""
     with session() as world:
-        w = World(world, hosts, apart=apart)
+        w = SimulatedRank(world, hosts, apart=apart)
         comm, n, r = w.comm, w.nranks, w.rank
         to, frm = (r + 1) % n, (r - 1) % n
         stream = w.cuda.make_stream()
@@ -567,7 +567,7 @@ def graphs(hosts: str, apart: bool) -> None:
 def repeated_operations(hosts: str, kernels: bool) -> None:
     """Small repeated operations run as graphs in two streams, among others."""
     with session() as world:
-        w = World(world, hosts, kernels=kernels, apart=not kernels)
+        w = SimulatedRank(world, hosts, kernels=kernels, apart=not kernels)
         comm, n, r = w.comm, w.nranks, w.rank
         vars(graph_cache)["MAX_GRAPHS"] = 7  # some are evicted and captured again
         launched: list[int] = []
@@ -621,7 +621,7 @@ def repeated_operations(hosts: str, kernels: bool) -> None:
 def special(hosts: str, apart: bool) -> None:
     """Averages, pre-multiplied sums, empty arrays, rejected arguments, explanations."""
     with session() as world:
-        w = World(world, hosts, apart=apart)
+        w = SimulatedRank(world, hosts, apart=apart)
         comm, n, r = w.comm, w.nranks, w.rank
         arrays = [numbers(i, 1000, DType.INT32) + i for i in range(n)]
         x = w.put(arrays[r].astype(np.int32))
@@ -767,7 +767,7 @@ def abort(hosts: str, apart: bool, sends: bool) -> str:
     error.
     """
     with session() as world:
-        w = World(world, hosts, apart=apart)
+        w = SimulatedRank(world, hosts, apart=apart)
         x = w.zeros(BIG, DType.FLOAT32)
         if w.rank == 0:
             _begin(w, x, sends)
@@ -776,7 +776,7 @@ def abort(hosts: str, apart: bool, sends: bool) -> str:
         return _fault(w, x, (CommunicatorAborted,))
 
 
-def _begin(w: World, x: DeviceMemory, sends: bool) -> None:
+def _begin(w: SimulatedRank, x: DeviceMemory, sends: bool) -> None:
     """Start an operation in which another rank waits for the last one."""
     if sends:
         w.comm.recv(x, w.nranks - 1)
@@ -787,7 +787,7 @@ def _begin(w: World, x: DeviceMemory, sends: bool) -> None:
 def driver_fails(hosts: str, apart: bool) -> str:
     """A copy that rank 1 cannot enqueue ends the operation on all ranks."""
     with session() as world:
-        w = World(world, hosts, apart=apart)
+        w = SimulatedRank(world, hosts, apart=apart)
         x = w.zeros(BIG, DType.FLOAT32)
         w.comm.all_reduce(x)
         w.comm.synchronize()
@@ -804,7 +804,7 @@ def driver_fails(hosts: str, apart: bool) -> str:
 def kernel_deadline(hosts: str) -> str:
     """A kernel of rank 3 exceeds its deadline while it waits for the first rank of its host."""
     with session() as world:
-        w = World(world, hosts)
+        w = SimulatedRank(world, hosts)
         x = w.zeros(BIG, DType.FLOAT32)
         if w.rank == 3:
             words: Any = w.comm.local.faults._words
@@ -815,7 +815,7 @@ def kernel_deadline(hosts: str) -> str:
 def waits_alone(hosts: str, apart: bool, sends: bool) -> str:
     """Rank 0 waits alone until the deadline."""
     with session() as world:
-        w = World(world, hosts, apart=apart, timeout=0.5)
+        w = SimulatedRank(world, hosts, apart=apart, timeout=0.5)
         x = w.zeros(BIG, DType.FLOAT32)
         if w.rank == 0:
             _begin(w, x, sends)
@@ -826,7 +826,7 @@ def waits_alone(hosts: str, apart: bool, sends: bool) -> str:
 def mismatched_operators(hosts: str, apart: bool) -> str:
     """The ranks of the first host add, the others take the maximum."""
     with session() as world:
-        w = World(world, hosts, apart=apart)
+        w = SimulatedRank(world, hosts, apart=apart)
         x = w.zeros(100, DType.FLOAT32)
         w.comm.all_reduce(x)
         w.comm.synchronize()
@@ -838,7 +838,7 @@ def mismatched_operators(hosts: str, apart: bool) -> str:
 def mismatched_counts(hosts: str, apart: bool, count: int) -> str:
     """The ranks of the first host add 4 elements more."""
     with session() as world:
-        w = World(world, hosts, apart=apart)
+        w = SimulatedRank(world, hosts, apart=apart)
         x = w.zeros(count + 4, DType.FLOAT32)
         w.comm.all_reduce(x)
         w.comm.synchronize()
@@ -856,7 +856,7 @@ def deadlocks_in_different_calls(
     detector.FIRST_STREAM_PROBE_S = 0.05
     with session() as world:
         return [
-            _in_different_calls(World(_sub(world, case), hosts, 600.0, kernels, True), case)
+            _in_different_calls(SimulatedRank(_sub(world, case), hosts, 600.0, kernels, True), case)
             for case in cases
         ]
 
@@ -865,7 +865,7 @@ def _sub(world: Session, name: str) -> Session:
     return world.subgroup(range(world.nranks), name)
 
 
-def _in_different_calls(w: World, case: str) -> str:
+def _in_different_calls(w: SimulatedRank, case: str) -> str:
     """Run one case; most ranks continue with an all_reduce."""
     comm, n, r = w.comm, w.nranks, w.rank
     x, large, ones, few = (
@@ -951,7 +951,7 @@ def late_rank(hosts: str) -> None:
     """Rank 0 is late, its application or its stream, until the others have probed it twice."""
     detector.FIRST_STREAM_PROBE_S = 0.05
     with session() as world:
-        w = World(world, hosts, apart=True)
+        w = SimulatedRank(world, hosts, apart=True)
         n, r = w.nranks, w.rank
         cpu: Any = w.comm.runtime.world
         for in_stream in (False, True):
@@ -979,7 +979,7 @@ def stalled_transfer() -> None:
     """
     detector.FIRST_STREAM_PROBE_S = 0.05
     with session() as world:
-        w = World(world, "ABC", apart=True)
+        w = SimulatedRank(world, "ABC", apart=True)
         comm, r = w.comm, w.rank
         large, y, z = (w.put(np.full(count, r, np.float32)) for count in (800_000, 10, 10))
         cpu: Any = comm.runtime.world
@@ -1028,7 +1028,7 @@ def _through_python(streams: Any, peer: int, first: int, pause: Callable[[], Non
 def mismatched_messages(hosts: str, count: int, dtype: DType) -> str:
     """Rank 0 sends ``BIG`` float32 after a valid message; rank 1 receives something else."""
     with session() as world:
-        w = World(world, hosts, apart=True)
+        w = SimulatedRank(world, hosts, apart=True)
         x, y = w.zeros(BIG, DType.FLOAT32), w.zeros(count, dtype)
         for memory in (x, x if w.rank == 0 else y):
             if w.rank == 0:
@@ -1044,7 +1044,7 @@ def mismatched_collectives(hosts: str, kernels: bool, case: str) -> str:
     ones.
     """
     with session() as world:
-        w = World(world, hosts, kernels=kernels, apart=True, timeout=600.0)
+        w = SimulatedRank(world, hosts, kernels=kernels, apart=True, timeout=600.0)
         comm, n, r = w.comm, w.nranks, w.rank
         one, every = w.put(np.full(1, float(r))), w.zeros(n, DType.FLOAT64)
         ones, own = [1] * n, int(r == 0)
@@ -1103,7 +1103,7 @@ def mismatch_at_the_end(hosts: str) -> str:
     unmatched.
     """
     with session() as world:
-        w = World(world, hosts, kernels=True, apart=True)
+        w = SimulatedRank(world, hosts, kernels=True, apart=True)
         root = w.nranks - 1 if w.rank == 0 else 0
         every = w.zeros(w.nranks, DType.FLOAT32) if w.rank == root else None
         w.comm.gather_v(w.zeros(1, DType.FLOAT32), [1] * w.nranks, root, every)
@@ -1114,7 +1114,7 @@ def mismatch_at_the_end(hosts: str) -> str:
 def uneven_again(hosts: str, kernels: bool) -> None:
     """Repeated message collectives with counts, as graphs and captured; some ranks have no data."""
     with session() as world:
-        w = World(world, hosts, kernels=kernels, apart=True)
+        w = SimulatedRank(world, hosts, kernels=kernels, apart=True)
         comm, n, r = w.comm, w.nranks, w.rank
         counts = [0 if i == n - 1 else 3 + i for i in range(n)]
         counts[0] = 40_000  # several rounds of the smallest slots
@@ -1165,7 +1165,7 @@ def uneven_again(hosts: str, kernels: bool) -> None:
         w.finish()
 
 
-def _begin_at(w: World, number: int) -> int:
+def _begin_at(w: SimulatedRank, number: int) -> int:
     """Set the number of the next message collective; return the previous one."""
     streams = w.comm.runtime.messages
     assert streams is not None
@@ -1176,7 +1176,7 @@ def _begin_at(w: World, number: int) -> int:
 def death(hosts: str, apart: bool, sends: bool, kernels: bool = False) -> str:
     """The last rank dies, with ``kernels`` after the others have started: all that wait end."""
     with session() as world:
-        w = World(world, hosts, apart=apart, kernels=kernels)
+        w = SimulatedRank(world, hosts, apart=apart, kernels=kernels)
         x = w.zeros(BIG // 4 if kernels else BIG, DType.FLOAT32)  # kernels are emulated
         w.comm.all_reduce(x)
         w.comm.synchronize()
@@ -1197,7 +1197,7 @@ def exiting_rank(hosts: str, what: str, kernels: bool = False) -> str:
     """The last rank closes and waits for the others, which wait for it in vain."""
     vars(several)["CLOSE_WAIT_S"] = 600.0
     with session() as world:
-        w = World(world, hosts, apart=True, kernels=kernels, timeout=30.0)
+        w = SimulatedRank(world, hosts, apart=True, kernels=kernels, timeout=30.0)
         x, big, last = w.zeros(1000, DType.FLOAT32), w.zeros(1 << 22, DType.FLOAT32), w.nranks - 1
         w.comm.all_reduce(x)
         w.comm.synchronize()
@@ -1221,7 +1221,7 @@ def exiting_rank(hosts: str, what: str, kernels: bool = False) -> str:
 def reported_between_checks() -> str:
     """A call without an error of its own reports a peer's; finalize does not repeat it."""
     with session() as world:
-        w = World(world, "AB", kernels=True)
+        w = SimulatedRank(world, "AB", kernels=True)
         check = w.comm.faults.check
 
         def late(name: str = "") -> None:
@@ -1242,7 +1242,7 @@ def reported_by_a_staging_thread() -> str:
     repeat it.
     """
     with session() as world:
-        w = World(world, "AB")
+        w = SimulatedRank(world, "AB")
         broken = w.comm.runtime.world._core.faults.set_fault(
             PeerDied("rank 5 died: for a test", rank=w.rank, peer=5)
         )
@@ -1258,7 +1258,7 @@ def reported_by_a_staging_thread() -> str:
 def broken_connection(sends: bool) -> str:
     """The connection that an operation uses breaks between living ranks."""
     with session() as world:
-        w = World(world, "AB", apart=True)
+        w = SimulatedRank(world, "AB", apart=True)
         x = w.zeros(BIG, DType.FLOAT32)
         w.comm.all_reduce(x)
         w.comm.synchronize()
@@ -1276,7 +1276,7 @@ def broken_connection(sends: bool) -> str:
         return _fault(w, x, (PeerDied,))
 
 
-def _fault(w: World, x: DeviceMemory, kinds: tuple[type[MiracclError], ...]) -> str:
+def _fault(w: SimulatedRank, x: DeviceMemory, kinds: tuple[type[MiracclError], ...]) -> str:
     """Return the error of the next calls; the streams are free."""
     told = threading.Event()
     for _ in range(3000):

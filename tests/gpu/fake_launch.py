@@ -13,7 +13,7 @@ INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 SHAPE: tuple[int, ...] = (528, 1, 2, 256, 3, 4, 48)
 
 
-class Driver:
+class LaunchRecorder:
     """Fake cuLaunchKernelEx.
 
     ``seen``: a row per launch: function, extra, ``SHAPE``, stream, words of the argument.

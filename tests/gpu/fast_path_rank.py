@@ -14,7 +14,7 @@ from miraccl.fastpath.cuda import layout
 from miraccl.fastpath.cuda.table import CALLS, CudaFastPath, group_builtins
 from miraccl.runtime import group as groups
 from miraccl.types import Collective, DType, RedOp
-from tests.gpu.fake_launch import Driver
+from tests.gpu.fake_launch import LaunchRecorder
 
 DL_CPU = 1
 
@@ -64,7 +64,7 @@ class FastPathRank:
         self.fast_path.set_cpu_plan_word(ctypes.addressof(self.cpu_plan))
         self.fast_path.detect_array_types()
         self.fast_path.stream = 0
-        self.driver = Driver()
+        self.driver = LaunchRecorder()
         self.fast_path.set_driver_functions(*self.driver.function_addresses())
         self.calls = {name: self.fast_path.fast_call(name, collects=True) for name in CALLS}
 

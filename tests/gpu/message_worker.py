@@ -53,7 +53,7 @@ class OnlyDlpack:
         return capsule
 
 
-class Rank:
+class MessageRank:
     """Communicator with its cases."""
 
     def __init__(self) -> None:
@@ -522,7 +522,7 @@ class Rank:
 
 def main() -> None:
     cases = [case["case"] for case in json.loads(sys.stdin.read())]
-    rank, answers = Rank(), []
+    rank, answers = MessageRank(), []
     for name in cases:
         try:
             answer = rank.run(name)

@@ -30,7 +30,7 @@ from miraccl.schedule.steps import (
 )
 from miraccl.types import Collective, RedOp
 from tests.gpu.emulated_faults import outcome
-from tests.gpu.emulated_ranks import ArraySlice, Rank, same
+from tests.gpu.emulated_ranks import ArraySlice, EmulatedRank, same
 from tests.gpu.fake_ranks import session
 
 COUNT = 20_001
@@ -80,7 +80,7 @@ def register() -> None:
         add("puts_into_scratch", Collective.ALL_TO_ALL, exchange, lambda nranks: nranks)
 
 
-class OneSided(Rank):
+class OneSided(EmulatedRank):
     """Rank whose communicator uses the requested algorithm."""
 
     def __init__(self, world: Any, algo: str, timeout: float = 60.0) -> None:

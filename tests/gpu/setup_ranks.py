@@ -33,7 +33,7 @@ from tests.gpu.fake_ranks import session
 LIMIT_S, CALL_S = 30.0, 25.0
 
 
-class Rank:
+class SetupRank:
     """Rank with its communicator; ``apart``: every rank is a host of its own."""
 
     def __init__(self, world: Session, apart: bool, timeout: float) -> None:
@@ -72,9 +72,9 @@ class Rank:
 
 
 @contextlib.contextmanager
-def rank(apart: bool, timeout: float) -> Iterator[Rank]:
+def rank(apart: bool, timeout: float) -> Iterator[SetupRank]:
     with session() as world:
-        me = Rank(world, apart, timeout)
+        me = SetupRank(world, apart, timeout)
         yield me
         me.comm.finalize()
 
@@ -94,10 +94,10 @@ def _at_phases(prefixes: tuple[str, ...], act: Callable[[Deadline], Deadline | N
     vars_of.all_gather = later
 
 
-class Clock:
+class PhaseDeadlines:
     """Deadline that passes while rank 0 waits for rank 1, which waits for rank 0's error."""
 
-    def __init__(self, me: Rank) -> None:
+    def __init__(self, me: SetupRank) -> None:
         control_link.GRACE_SECONDS = LIMIT_S  # the hub reports late ranks
         self._rank, self._gather, self._over = me.rank, me.world.all_gather, False
         self._gather(b"", "ready", LIMIT_S)
@@ -111,7 +111,7 @@ class Clock:
                 self._gather(b"", "told", LIMIT_S)
         return deadline if self._rank == 1 else replace(deadline, at=time.monotonic())
 
-    def told(self, me: Rank, call: Callable[[], Any]) -> dict[str, Any]:
+    def told(self, me: SetupRank, call: Callable[[], Any]) -> dict[str, Any]:
         told = me.error_of(call)
         if me.rank != 1:
             self._gather(b"", "told", LIMIT_S)
@@ -130,7 +130,7 @@ def deadline_in_phases(apart: bool, what: str) -> dict[str, Any]:
             assert me.comm._device is not None
             me.comm._device.session.timeout = CALL_S
         me.world.timeout = CALL_S
-        clock, deadlines, take = Clock(me), list[Deadline](), FdChannel.receive
+        clock, deadlines, take = PhaseDeadlines(me), list[Deadline](), FdChannel.receive
 
         def third(deadline: Deadline) -> Deadline:
             deadlines.append(deadline)
@@ -159,7 +159,7 @@ def absent(apart: bool, stage: str) -> dict[str, Any]:
     with rank(apart, LIMIT_S) as me:
         me.warm_up()
         me.world.timeout = CALL_S
-        clock = Clock(me)
+        clock = PhaseDeadlines(me)
         if stage != "door":
             _at_phases((stage,), clock.pass_at)
         elif me.rank == 1:
@@ -259,7 +259,7 @@ def no_window(access: bool) -> list[dict[str, Any]]:
 def dies_before_descriptors() -> dict[str, Any]:
     """Rank 1 dies when it should send its descriptors."""
     with session() as world:
-        me = Rank(world, False, 600.0)
+        me = SetupRank(world, False, 600.0)
         if me.rank == 1:
             vars_of: Any = FdChannel
             vars_of.push = lambda *args: os._exit(3)

@@ -34,7 +34,7 @@ from tests.gpu.fake_cuda import FakeArray, FakeCuda
 from tests.gpu.fast_path_rank import torch_with_exchange_api
 
 
-class Gpu:
+class GpuRecorder:
     """GPU as views use it; records which stream waits for which. ``captures``: streams of a
     capture.
     """
@@ -63,7 +63,7 @@ class Gpu:
         self.ordered.append((before, after))
 
 
-class Described:
+class HostInterfaceArray:
     def __init__(self, **said: Any) -> None:
         self.__cuda_array_interface__ = {
             "shape": (4,),
@@ -73,7 +73,7 @@ class Described:
         } | said
 
 
-class Packed:
+class HostDlpackArray:
     """DLPack array in CPU memory that claims to be on a GPU."""
 
     def __init__(self, array: np.ndarray) -> None:
@@ -95,7 +95,7 @@ def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def view(x: Any, stream: Any = None, gpu: Any = None) -> DeviceMemory:
-    side: Any = gpu or Gpu()
+    side: Any = gpu or GpuRecorder()
     return device_view(x, "x", "a test", stream, side)
 
 
@@ -119,15 +119,15 @@ def test_an_operation_waits_for_the_stream_of_the_interface(
     producer: Any, stream: Any, ordered: Any
 ) -> None:
     """Version 3 of the interface; 1 is the legacy default stream."""
-    gpu = Gpu()
-    view(Described(stream=producer), stream, gpu)
+    gpu = GpuRecorder()
+    view(HostInterfaceArray(stream=producer), stream, gpu)
     assert gpu.ordered == ordered
 
 
 def test_a_capture_does_not_wait_for_streams_outside_of_it() -> None:
-    both, one = Gpu((5, 6)), Gpu((6,))
-    view(Described(stream=5), 6, both)
-    view(Described(stream=5), 6, one)
+    both, one = GpuRecorder((5, 6)), GpuRecorder((6,))
+    view(HostInterfaceArray(stream=5), 6, both)
+    view(HostInterfaceArray(stream=5), 6, one)
     assert (both.ordered, one.ordered) == ([(5, 6)], [])
 
 
@@ -135,9 +135,9 @@ def test_cupy_arrays_use_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> 
     """Like tensors: with ``stream`` the caller provides the order. Fast calls read them
     differently.
     """
-    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(ndarray=Described))
-    gpu = Gpu()
-    view(Described(stream=5), 6, gpu)
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(ndarray=HostInterfaceArray))
+    gpu = GpuRecorder()
+    view(HostInterfaceArray(stream=5), 6, gpu)
     assert gpu.ordered == []
     assert memory.array_kinds == {}
 
@@ -245,27 +245,27 @@ def test_outputs_are_ordered_in_the_stream_of_the_operation() -> None:
         rank, nranks = 0, 2
 
         def __init__(self) -> None:
-            self.gpu: Any = Gpu()
+            self.gpu: Any = GpuRecorder()
 
-    mine, out = Arguments(), Packed(np.zeros(4, np.float32))
+    mine, out = Arguments(), HostDlpackArray(np.zeros(4, np.float32))
     source = DeviceMemory(4096, 4, DType.FLOAT32)
     assert mine._check_out(out, source, 4, "a test", 7).count == 4
-    mine._check_out(Described(stream=5), source, 4, "a test", 7)
+    mine._check_out(HostInterfaceArray(stream=5), source, 4, "a test", 7)
     assert out.streams == [7]
     assert mine.gpu.ordered == [(5, 7)]
 
 
 def test_masks_and_unaligned_addresses_are_rejected() -> None:
     with pytest.raises(InvalidUsage, match="x is a masked array"):
-        view(Described(mask=np.ones(4)))
+        view(HostInterfaceArray(mask=np.ones(4)))
     odd = np.zeros(20, np.uint8)[1:17]
-    for thing in (Described(data=(4097, False)), Odd(odd)):
+    for thing in (HostInterfaceArray(data=(4097, False)), Odd(odd)):
         with pytest.raises(InvalidUsage, match="x is not aligned to its element size of 4 bytes"):
             view(thing)
     assert not memory.array_kinds
 
 
-class Freed(Packed):
+class FreedHostArray(HostDlpackArray):
     """Array whose memory was freed."""
 
     def __dlpack__(self, *, stream: Any, max_version: Any) -> Any:
@@ -279,17 +279,17 @@ class Freed(Packed):
 
 def test_arrays_without_memory_are_rejected() -> None:
     for thing in (
-        Described(data=(0, False)),
-        Described(data=(None, False)),
-        Freed(np.zeros(4, np.float32)),
+        HostInterfaceArray(data=(0, False)),
+        HostInterfaceArray(data=(None, False)),
+        FreedHostArray(np.zeros(4, np.float32)),
     ):
         with pytest.raises(InvalidUsage, match="a test: x has 4 elements, but no memory"):
             view(thing)
     assert not memory.array_kinds
     for empty in (
-        Described(data=(0, False), shape=(3, 0)),
-        Described(data=(None, False), shape=(0,)),
-        Freed(np.zeros(0, np.float32)),
+        HostInterfaceArray(data=(0, False), shape=(3, 0)),
+        HostInterfaceArray(data=(None, False), shape=(0,)),
+        FreedHostArray(np.zeros(0, np.float32)),
     ):
         assert view(empty).count == 0
 
@@ -297,7 +297,7 @@ def test_arrays_without_memory_are_rejected() -> None:
 def test_tensors_with_freed_storage_are_rejected() -> None:
     """The address of a slice is its offset. These are in CPU memory, whose device is -1."""
     torch = torch_with_exchange_api()
-    gpu = Gpu()
+    gpu = GpuRecorder()
     gpu.ordinal = -1
     whole = torch.zeros(1 << 20)
     parts = [whole, whole[:12], whole[3:], whole[1 << 19 :]]
@@ -338,7 +338,7 @@ def test_tensors_with_freed_storage_are_rejected() -> None:
     ],
 )
 def test_malformed_interfaces_are_rejected(said: dict[str, Any], words: str) -> None:
-    given, lacking = Described(**said), Described(stream=None, strides=None)
+    given, lacking = HostInterfaceArray(**said), HostInterfaceArray(stream=None, strides=None)
     for key in said:
         del lacking.__cuda_array_interface__[key]
     with pytest.raises(InvalidUsage, match=f"a test: x: .*{words}"):
@@ -368,18 +368,18 @@ def test_impossible_element_counts_are_rejected(said: dict[str, Any], count: int
         match=f"a test: x claims {count} elements of .*; "
         f"a process can address at most {1 << 57} bytes",
     ):
-        view(Described(**said))
+        view(HostInterfaceArray(**said))
     with pytest.raises(InvalidUsage, match=f"a test: x claims {1 << 60} elements of float32"):
         view(Endless(np.zeros(4, np.float32)))
     with pytest.raises(
         InvalidUsage, match=r"a test: cannot read x by DLPack: 1 axes, shape \[-4\]"
     ):
         view(Endless(np.zeros(4, np.float32), -4))
-    assert view(Described(shape=(1 << 55,))).count == 1 << 55
+    assert view(HostInterfaceArray(shape=(1 << 55,))).count == 1 << 55
     assert Endless not in memory.array_kinds
 
 
-class Endless(Packed):
+class Endless(HostDlpackArray):
     """Array whose capsule has too many or a negative number of elements."""
 
     def __init__(self, array: np.ndarray, length: int = 1 << 60) -> None:
@@ -402,14 +402,16 @@ def test_strides_of_empty_arrays_are_ignored(
     shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> None:
     """Like DLPack, and NumPy on CPUs."""
-    assert view(Described(shape=shape, strides=strides)) == DeviceMemory(4096, 0, DType.FLOAT32)
+    assert view(HostInterfaceArray(shape=shape, strides=strides)) == DeviceMemory(
+        4096, 0, DType.FLOAT32
+    )
 
 
 def test_bools_are_rejected() -> None:
     """Sums of their bytes are not bools."""
     with pytest.raises(InvalidUsage, match=r"a test: x has type '.b1'; allowed are int8, uint8"):
-        view(Described(typestr="|b1"))
-    torch, gpu = torch_with_exchange_api(), Gpu()
+        view(HostInterfaceArray(typestr="|b1"))
+    torch, gpu = torch_with_exchange_api(), GpuRecorder()
     gpu.ordinal = -1
     with pytest.raises(
         InvalidUsage, match=r"a test: x has dtype torch.bool; allowed are int8, uint8"
@@ -420,7 +422,7 @@ def test_bools_are_rejected() -> None:
 
 def test_lazily_negated_tensors_are_rejected() -> None:
     """On GPUs and CPUs: neither their address nor DLPack reveals it."""
-    torch, gpu = torch_with_exchange_api(), Gpu()
+    torch, gpu = torch_with_exchange_api(), GpuRecorder()
     gpu.ordinal = -1
     for x in (torch._neg_view(torch.ones(4)), torch.ones(1, dtype=torch.complex64).conj().imag):
         assert x.is_contiguous()
@@ -495,13 +497,13 @@ def test_an_interface_that_raises_is_reported() -> None:
         memory.device_ordinal(Raising())
 
 
-class OfJax(Packed):
+class OfJax(HostDlpackArray):
     """Array on the first GPU of its process, the fourth of all processes."""
 
     device = types.SimpleNamespace(id=3, local_hardware_id=0)
 
 
-class OfCupy(Packed):
+class OfCupy(HostDlpackArray):
     device = types.SimpleNamespace(id=3)
 
 
@@ -557,7 +559,7 @@ def test_the_driver_provides_the_current_gpu_without_a_library(
     assert (
         memory.current_ordinal(),
         memory.device_ordinal(x),
-        memory.device_ordinal(Described()),
+        memory.device_ordinal(HostInterfaceArray()),
     ) == (
         2,
         3,
@@ -567,7 +569,7 @@ def test_the_driver_provides_the_current_gpu_without_a_library(
     assert (
         memory.current_ordinal(),
         memory.device_ordinal(x),
-        memory.device_ordinal(Described()),
+        memory.device_ordinal(HostInterfaceArray()),
     ) == (
         0,
         3,
@@ -619,17 +621,17 @@ def test_windows_of_unsupported_types_are_rejected(dtype: Any) -> None:
 
 
 def test_invalid_interfaces_are_rejected() -> None:
-    thing = Described()
+    thing = HostInterfaceArray()
     thing.__cuda_array_interface__ = [4096]  # type: ignore[assignment]
     with pytest.raises(
         InvalidUsage, match="x: __cuda_array_interface__ is a list; it must be a dict"
     ):
         view(thing)
     with pytest.raises(InvalidUsage, match="x has type '<f4,'"):
-        view(Described(typestr="<f4,"))
+        view(HostInterfaceArray(typestr="<f4,"))
 
 
-class Odd(Packed):
+class Odd(HostDlpackArray):
     """Bytes that claim to be float32."""
 
     def __dlpack__(self, *, stream: Any, max_version: Any) -> Any:
@@ -676,24 +678,29 @@ def test_a_window_is_a_tensor_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_valid_array_types_are_registered_for_fast_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Jax(Packed):
+    class Jax(HostDlpackArray):
         pass
 
     Jax.__module__ = "jaxlib.something"
     good = np.zeros(4, np.float32)
-    for wrong in (Described(typestr="<c8"), Packed(np.zeros(8, np.float32)[::2]), None, good):
+    for wrong in (
+        HostInterfaceArray(typestr="<c8"),
+        HostDlpackArray(np.zeros(8, np.float32)[::2]),
+        None,
+        good,
+    ):
         with pytest.raises(InvalidUsage):
             view(wrong)
     assert memory.array_kinds == {}
-    view(Described())
-    view(Packed(good))
+    view(HostInterfaceArray())
+    view(HostDlpackArray(good))
     assert view(Jax(good)).read_only
     want = {
-        Described: ArrayProtocol(dlpack=False),
-        Packed: ArrayProtocol(dlpack=True),
+        HostInterfaceArray: ArrayProtocol(dlpack=False),
+        HostDlpackArray: ArrayProtocol(dlpack=True),
         Jax: ArrayProtocol(dlpack=True, immutable=True),
     }
     assert memory.array_kinds == want
     for number in range(layout.MAX_FOREIGN_TYPES):
-        view(type(f"ArrayProtocol{number}", (Described,), {})())
+        view(type(f"ArrayProtocol{number}", (HostInterfaceArray,), {})())
     assert len(memory.array_kinds) == layout.MAX_FOREIGN_TYPES

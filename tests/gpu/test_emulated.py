@@ -27,7 +27,7 @@ from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.schedule.steps import inp, one_channel, out, recv_reduce_copy, send
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu import emulator
-from tests.gpu.emulator import Clock, Machine, needs_compiler
+from tests.gpu.emulator import EmulatedMachine, EmulatorClock, needs_compiler
 from tests.gpu.emulator.collective import (
     launch_each,
     machine,
@@ -269,7 +269,7 @@ def test_a_ring_with_the_minimum_of_slots(monkeypatch: pytest.MonkeyPatch, nrank
     assert struct.unpack_from(
         "<" + layout.ARGS["nslots"].code, args, layout.ARGS["nslots"].offset
     ) == (least,)
-    assert run(Machine(nranks), request, plan, repeat=3, close=True) == [""] * nranks
+    assert run(EmulatedMachine(nranks), request, plan, repeat=3, close=True) == [""] * nranks
 
 
 @pytest.fixture
@@ -363,7 +363,7 @@ def test_ring_orders_other_than_rank_order(
 ) -> None:
     """Rings and chains in other orders, from every root, with reused slots."""
     monkeypatch.setattr(layout, "HALF_BYTES", 64 << 10)
-    four = Machine(4)
+    four = EmulatedMachine(4)
     inputs = [
         np.random.default_rng(r).integers(
             -100, 100, 6001 * (4 if collective is Collective.REDUCE_SCATTER else 1)
@@ -392,7 +392,7 @@ def test_only_neighbours_of_the_order_communicate() -> None:
     assert schedules.senders_of(schedule) == [[3], [2], [], [1]]
 
 
-class OneWay(Machine):
+class OneWay(EmulatedMachine):
     """Machine that drops writes to ranks other than the next one of the ring."""
 
     def comm_args(self, rank: int, order: Sequence[int] = ()) -> lower.CommArgs:
@@ -450,7 +450,7 @@ def test_words_that_are_masked_to_ones(
 ) -> None:
     """Several tiles with reused slots; in sums all other ranks have zeros."""
     monkeypatch.setattr(layout, "HALF_BYTES", 128 << 10)
-    fresh = Machine(nranks)
+    fresh = EmulatedMachine(nranks)
     for launch in range(3):
         request = make_request(
             collective,
@@ -474,7 +474,7 @@ def test_words_that_are_masked_to_ones(
 def test_words_that_are_masked_to_ones_double_buffered(nranks: int) -> None:
     """Every tile is masked as a launch of its own."""
     fresh, plan = (
-        Machine(nranks),
+        EmulatedMachine(nranks),
         DevicePlan(
             algo="two_shot", proto="ll128", blocks=2, threads=64, unroll=2, double_buffered=True
         ),
@@ -541,7 +541,7 @@ def test_double_buffered_blocks_may_be_tiles_apart(
 
     monkeypatch.setattr(emulator, "write_source", write_delayed)
     fresh, plan = (
-        Machine(2),
+        EmulatedMachine(2),
         DevicePlan(
             algo="two_shot", proto="ll128", blocks=2, threads=64, unroll=1, double_buffered=True
         ),
@@ -608,7 +608,7 @@ def test_an_average_divides_once(algo: str, collective: Collective, dtype: DType
 
 
 def test_the_wait_for_an_absent_rank_ends() -> None:
-    lonely = Machine(2, timeout_s=0.2)
+    lonely = EmulatedMachine(2, timeout_s=0.2)
     launch_each(
         lonely,
         [make_request(Collective.ALL_REDUCE, DType.FLOAT32, 100, 2, "one_shot", "ll128"), None],
@@ -625,7 +625,7 @@ def test_a_clock_that_jumps_ends_no_wait(seconds: int) -> None:
     """A clock that stepped back a little was once read as a wrap-around, which exceeded any
     deadline.
     """
-    two, clock = Machine(2, timeout_s=60), Clock()
+    two, clock = EmulatedMachine(2, timeout_s=60), EmulatorClock()
     request = make_request(
         Collective.ALL_REDUCE, DType.FLOAT32, 1, 2, "one_shot", "ll128"
     )  # one thread waits
@@ -646,7 +646,7 @@ def test_a_clock_that_jumps_ends_no_wait(seconds: int) -> None:
 
 
 def test_the_wait_for_an_exited_rank_ends() -> None:
-    three = Machine(3, timeout_s=60)
+    three = EmulatedMachine(3, timeout_s=60)
     three.host[0][layout.HOST_EXITED] = 1 << 2
     request = make_request(Collective.ALL_REDUCE, DType.FLOAT32, 1, 3, "one_shot", "ll128")
     launch_each(three, [request, None, None])
@@ -655,7 +655,7 @@ def test_the_wait_for_an_exited_rank_ends() -> None:
 
 def test_data_sent_before_an_exit_are_received() -> None:
     """Including data that arrived after the last poll before the exit was known."""
-    two, clock = Machine(2, timeout_s=60), Clock()
+    two, clock = EmulatedMachine(2, timeout_s=60), EmulatorClock()
     request = make_request(Collective.ALL_REDUCE, DType.FLOAT32, 1, 2, "one_shot", "ll128")
     with ThreadPoolExecutor(1) as other:
         with clock.paused():
@@ -686,7 +686,7 @@ def test_device_barrier() -> None:
 
 @pytest.mark.parametrize("field", ["signature", "count"])
 def test_a_barrier_of_different_operations_is_a_mismatch(field: str) -> None:
-    three = Machine(3)
+    three = EmulatedMachine(3)
     said: list[dict[str, Any]] = [
         {"signature": 7, "count": 4096} | {field: 8 if rank == 1 else 9} for rank in range(3)
     ]
@@ -696,7 +696,7 @@ def test_a_barrier_of_different_operations_is_a_mismatch(field: str) -> None:
     assert int(three.host[0][layout.HOST_PEER]) == 1
 
 
-def recorded_needs(where: Machine, by: int, to: int, launch: int) -> int:
+def recorded_needs(where: EmulatedMachine, by: int, to: int, launch: int) -> int:
     """Return the needed ranks in a peer's op record of this launch; -1 without a record."""
     place = (by * layout.OP_LOG_ENTRIES + launch % layout.OP_LOG_ENTRIES) * 16
     number, _, _, word = struct.unpack(
@@ -724,7 +724,7 @@ def recorded_needs(where: Machine, by: int, to: int, launch: int) -> int:
     ],
 )
 def test_op_records_contain_needed_ranks(collective: Collective, algo: str, proto: str) -> None:
-    three, every = Machine(3), layout.NEEDS_ALL
+    three, every = EmulatedMachine(3), layout.NEEDS_ALL
     request = make_request(
         collective, DType.INT32, 1000, 3, algo, proto, root=1 if collective.rooted else 0
     )
@@ -743,7 +743,7 @@ def test_op_records_contain_needed_ranks(collective: Collective, algo: str, prot
 
 
 def test_barriers_need_all_ranks() -> None:
-    two = Machine(2)
+    two = EmulatedMachine(2)
     two.launch(
         meeting(2),
         [
@@ -759,7 +759,7 @@ def test_barriers_need_all_ranks() -> None:
 def test_a_mismatch_ends_the_wait_of_the_rank_that_expects_more(left: bool) -> None:
     """Also if the peer, which found the mismatch first, has ended since."""
     for _ in range(10):
-        two = Machine(2, timeout_s=60)
+        two = EmulatedMachine(2, timeout_s=60)
         two.host[0][layout.HOST_ABORT] = left
         launch_each(
             two,
@@ -783,7 +783,7 @@ def test_a_mismatch_is_reported_to_a_rank_that_continues() -> None:
         for count in (500, 501)
     )
     for _ in range(10):
-        two = Machine(2, timeout_s=60)
+        two = EmulatedMachine(2, timeout_s=60)
         launch_each(two, [less, more])
         assert two.errors()[1] == layout.ERROR_MISMATCH
         if two.errors()[0] == 0:
@@ -796,7 +796,7 @@ def test_a_mismatch_is_reported_to_a_rank_that_continues() -> None:
 
 def test_a_mismatch_without_a_wait_is_reported_one_launch_later() -> None:
     for _ in range(10):
-        two = Machine(2)
+        two = EmulatedMachine(2)
         launch_each(
             two,
             [
@@ -828,7 +828,7 @@ def test_a_mismatch_without_a_wait_is_reported_one_launch_later() -> None:
 def test_a_mismatch_in_steps_is_reported_in_the_same_launch(
     mine: dict[str, Any], theirs: dict[str, Any]
 ) -> None:
-    three = Machine(3, timeout_s=60)
+    three = EmulatedMachine(3, timeout_s=60)
     usual = make_request(Collective.ALL_REDUCE, DType.FLOAT32, 100, 3, "two_shot", "simple")
     launch_each(three, [replace(usual, **mine), replace(usual, **mine), replace(usual, **theirs)])
     assert three.errors() == [layout.ERROR_MISMATCH] * 3
@@ -837,7 +837,7 @@ def test_a_mismatch_in_steps_is_reported_in_the_same_launch(
 
 def test_steps_and_packets_alternate() -> None:
     """Buffer halves alternate between launches of any kernels."""
-    fresh = Machine(3)
+    fresh = EmulatedMachine(3)
     for turn, (collective, algo, proto) in enumerate(
         [
             (Collective.BROADCAST, "chain", "ll128"),

@@ -26,14 +26,14 @@ from tests.gpu.fast_path_rank import FastPathRank, torch_with_exchange_api
 F32, I64 = DType.FLOAT32, DType.INT64
 
 
-class Memory:
+class FakeMemoryPointer:
     """Like CuPy's ``MemoryPointer``."""
 
     def __init__(self, ptr: Any, device_id: Any) -> None:
         self.ptr, self.device_id = ptr, device_id
 
 
-class Array:
+class FakeCupyArray:
     """Array as fast calls read CuPy's; invalid attributes are read as well."""
 
     __slots__ = ("_c_contiguous", "array", "data", "dtype", "size")
@@ -41,14 +41,14 @@ class Array:
     def __init__(self, array: np.ndarray, device: Any = 0, **wrong: Any) -> None:
         self.array, self.size, self.dtype = array, array.size, array.dtype
         self._c_contiguous = array.flags.c_contiguous
-        self.data = Memory(array.ctypes.data, device)
+        self.data = FakeMemoryPointer(array.ctypes.data, device)
         for name, value in wrong.items():
             setattr(self, name, value)
 
 
 def pretended() -> tuple[Any, Callable[..., Any]]:
     """A library like CuPy, and a constructor of its arrays."""
-    return types.SimpleNamespace(ndarray=Array), Array
+    return types.SimpleNamespace(ndarray=FakeCupyArray), FakeCupyArray
 
 
 def real() -> tuple[Any, Callable[..., Any]]:
@@ -142,7 +142,7 @@ def test_arrays_left_to_the_slow_path(side: Without, make: Callable[..., Any]) -
         kind,
         None,
     ]
-    wrong.append(make(np.zeros(12, ">f4")) if kind is Array else None)
+    wrong.append(make(np.zeros(12, ">f4")) if kind is FakeCupyArray else None)
     side.add_collective(Collective.ALL_REDUCE, F32, 12)
     side.add_collective(Collective.ALL_REDUCE, I64, 12)
     side.add_messages(3, (False, 1, 12, F32), (True, 1, 12, F32))
@@ -171,24 +171,24 @@ def test_arrays_left_to_the_slow_path(side: Without, make: Callable[..., Any]) -
         {"_c_contiguous": 0},
         {"_c_contiguous": None},
         {"data": None},
-        {"data": Memory(None, 0)},
-        {"data": Memory(-8, 0)},
-        {"data": Memory(0, 0)},
-        {"data": Memory(64, 0)},  # an offset into memory that is no more
-        {"data": Memory(1 << 40, None)},
-        {"data": Memory(1 << 40, 1 << 32)},
+        {"data": FakeMemoryPointer(None, 0)},
+        {"data": FakeMemoryPointer(-8, 0)},
+        {"data": FakeMemoryPointer(0, 0)},
+        {"data": FakeMemoryPointer(64, 0)},  # an offset into memory that is no more
+        {"data": FakeMemoryPointer(1 << 40, None)},
+        {"data": FakeMemoryPointer(1 << 40, 1 << 32)},
     ],
 )
 def test_attributes_of_other_types(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]) -> None:
     """A CuPy version with other attributes takes the slow path and leaves no exception behind."""
     side = Without(monkeypatch, pretended()[0])
     side.add_collective(Collective.ALL_REDUCE, F32, 12)
-    bad = Array(zeros(12), **wrong)
-    assert side.all_reduce(bad) == side.all_reduce(Array(zeros(12)), bad) == 1
+    bad = FakeCupyArray(zeros(12), **wrong)
+    assert side.all_reduce(bad) == side.all_reduce(FakeCupyArray(zeros(12)), bad) == 1
     for name in wrong:
         delattr(bad, name)
     assert side.all_reduce(bad) == side.send(bad) == 1
-    assert side.all_reduce(Array(zeros(12))) == 0
+    assert side.all_reduce(FakeCupyArray(zeros(12))) == 0
 
 
 def test_a_library_without_these_attributes_takes_the_slow_path(
@@ -261,9 +261,9 @@ def test_an_empty_array_overlaps_nothing(side: Without, make: Callable[..., Any]
 def test_references_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
     side, size, ptr = Without(monkeypatch, pretended()[0]), 100_000, zeros(100_000).ctypes.data
     side.add_collective(Collective.ALL_REDUCE, F32, size)
-    memory = Memory(ptr, 0)
-    good = Array(zeros(size), size=size, data=memory)
-    bad = Array(zeros(size), size=size, data=Memory(ptr + 1, 0))
+    memory = FakeMemoryPointer(ptr, 0)
+    good = FakeCupyArray(zeros(size), size=size, data=memory)
+    bad = FakeCupyArray(zeros(size), size=size, data=FakeMemoryPointer(ptr + 1, 0))
     watched = (size, ptr, memory, good.dtype, good, side.ask)
     counts = [sys.getrefcount(thing) for thing in watched]
     for _ in range(100):

@@ -33,7 +33,7 @@ from tests.gpu.fast_path_rank import FastPathRank
 F32, I64 = DType.FLOAT32, DType.INT64
 
 
-class Described:
+class InterfaceArray:
     """Array with ``__cuda_array_interface__``; ``said`` replaces entries."""
 
     def __init__(self, array: np.ndarray, **said: Any) -> None:
@@ -54,7 +54,7 @@ class Described:
         return {name: value for name, value in (usual | self.said).items() if value is not Ellipsis}
 
 
-class Packed:
+class DlpackArray:
     """Array with DLPack only; counts live capsules."""
 
     def __init__(self, array: np.ndarray) -> None:
@@ -79,7 +79,7 @@ class Packed:
         return sum(array() is not None for array in self._exported)
 
 
-class Subclass(Described, Packed):
+class Subclass(InterfaceArray, DlpackArray):
     pass
 
 
@@ -87,7 +87,7 @@ class Subclass(Described, Packed):
 def side() -> FastPathRank:
     made = FastPathRank()
     made.fast_path.add_foreign_types(
-        {Described: ArrayProtocol(dlpack=False), Packed: ArrayProtocol(dlpack=True)}
+        {InterfaceArray: ArrayProtocol(dlpack=False), DlpackArray: ArrayProtocol(dlpack=True)}
     )
     made.stream = 0  # type: ignore[attr-defined]
     made.fast_path.set_stream_query(lambda ordinal: made.stream)  # type: ignore[attr-defined]
@@ -105,7 +105,7 @@ def frozen(array: np.ndarray) -> np.ndarray:
     return array
 
 
-both = pytest.mark.parametrize("make", [Described, Packed])
+both = pytest.mark.parametrize("make", [InterfaceArray, DlpackArray])
 
 
 # ---- both protocols
@@ -234,11 +234,12 @@ def test_only_registered_types_are_read(side: FastPathRank, make: Any) -> None:
             thing.asked = never
         assert side.all_reduce(thing) == side.send(thing) == 1
     many = {
-        type(f"ArrayProtocol{number}", (make,), {}): ArrayProtocol(dlpack=make is Packed)
+        type(f"ArrayProtocol{number}", (make,), {}): ArrayProtocol(dlpack=make is DlpackArray)
         for number in range(layout.MAX_FOREIGN_TYPES)
     }
     side.fast_path.add_foreign_types(
-        {Described: ArrayProtocol(dlpack=False), Packed: ArrayProtocol(dlpack=True)} | many
+        {InterfaceArray: ArrayProtocol(dlpack=False), DlpackArray: ArrayProtocol(dlpack=True)}
+        | many
     )
     taken = [side.all_reduce(kind(zeros())) for kind in many]
     assert taken == [0] * (layout.MAX_FOREIGN_TYPES - 2) + [1] * 2  # as many as fit
@@ -247,7 +248,7 @@ def test_only_registered_types_are_read(side: FastPathRank, make: Any) -> None:
 def test_registered_types_are_kept_alive() -> None:
     """A type's address must not be reused by another type."""
     side = FastPathRank()
-    kind = type("Short", (Described,), {})
+    kind = type("Short", (InterfaceArray,), {})
     alive = weakref.ref(kind)
     side.fast_path.add_foreign_types({kind: ArrayProtocol(dlpack=False)})
     del kind
@@ -258,23 +259,23 @@ def test_registered_types_are_kept_alive() -> None:
 def test_types_may_be_added_by_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks may be threads, which share the types."""
     side = FastPathRank()
-    kinds: dict[type, ArrayProtocol] = {Described: ArrayProtocol(dlpack=False)}
+    kinds: dict[type, ArrayProtocol] = {InterfaceArray: ArrayProtocol(dlpack=False)}
 
     def add(kind: type, how: ArrayProtocol) -> Any:
-        kinds[Packed] = ArrayProtocol(dlpack=True)
+        kinds[DlpackArray] = ArrayProtocol(dlpack=True)
         return foreign_record(kind, how)
 
     monkeypatch.setattr("miraccl.fastpath.cuda.table.foreign_record", add)
     side.add_collective(Collective.ALL_REDUCE, F32, 12)
     side.fast_path.add_foreign_types(kinds)
     assert (
-        side.all_reduce(Described(zeros()), stream=0),
-        side.all_reduce(Packed(zeros()), stream=0),
+        side.all_reduce(InterfaceArray(zeros()), stream=0),
+        side.all_reduce(DlpackArray(zeros()), stream=0),
     ) == (0, 1)
     side.fast_path.add_foreign_types(kinds)
     assert (
-        side.all_reduce(Described(zeros()), stream=0),
-        side.all_reduce(Packed(zeros()), stream=0),
+        side.all_reduce(InterfaceArray(zeros()), stream=0),
+        side.all_reduce(DlpackArray(zeros()), stream=0),
     ) == (0, 0)
 
 
@@ -377,7 +378,7 @@ def test_the_stream_is_checked_before_the_array(side: FastPathRank, make: Any) -
 
 def test_without_driver_functions_no_array_is_read(side: FastPathRank) -> None:
     side.fast_path.set_driver_functions(0, 0)
-    assert side.all_reduce(Described(zeros())) == side.all_reduce(Packed(zeros())) == 1
+    assert side.all_reduce(InterfaceArray(zeros())) == side.all_reduce(DlpackArray(zeros())) == 1
 
 
 # ---- __cuda_array_interface__
@@ -387,19 +388,19 @@ def test_without_driver_functions_no_array_is_read(side: FastPathRank) -> None:
 def test_every_type_of_the_interface(side: FastPathRank, code: DType) -> None:
     side.add_collective(Collective.ALL_REDUCE, code, 8)
     dtype = NUMPY_DTYPE[code]
-    assert side.all_reduce(Described(zeros(8, dtype), typestr=dtype.str)) == int(
+    assert side.all_reduce(InterfaceArray(zeros(8, dtype), typestr=dtype.str)) == int(
         dtype.isbuiltin != 1
     )
-    assert side.all_reduce(Described(zeros(8, dtype), typestr=dtype.name)) == int(
+    assert side.all_reduce(InterfaceArray(zeros(8, dtype), typestr=dtype.name)) == int(
         dtype.isbuiltin == 1
     )  # where it has no code
     for other in DType:
         for text in (NUMPY_DTYPE[other].str, NUMPY_DTYPE[other].name):
             assert (
-                side.all_reduce(Described(zeros(8, NUMPY_DTYPE[other]), typestr=text)) == 1
+                side.all_reduce(InterfaceArray(zeros(8, NUMPY_DTYPE[other]), typestr=text)) == 1
                 or other is code
             )
-    assert side.all_reduce(Described(zeros(8, np.bool_))) == 1
+    assert side.all_reduce(InterfaceArray(zeros(8, np.bool_))) == 1
 
 
 @pytest.mark.parametrize(
@@ -449,7 +450,7 @@ def test_every_type_of_the_interface(side: FastPathRank, code: DType) -> None:
     ids=str,
 )
 def test_interfaces_left_to_the_slow_path(side: FastPathRank, said: dict[str, Any]) -> None:
-    good, bad = Described(zeros()), Described(zeros(), **said)
+    good, bad = InterfaceArray(zeros()), InterfaceArray(zeros(), **said)
     side.add_messages(1, (False, 1, 12, F32), (True, 1, 12, F32))
     assert (
         side.all_reduce(bad)
@@ -470,8 +471,8 @@ def test_an_interface_that_is_not_a_dictionary(side: FastPathRank) -> None:
     for other in (
         None,
         5,
-        Sized(Described(zeros()).__cuda_array_interface__),
-        list(Described(zeros()).__cuda_array_interface__.items()),
+        Sized(InterfaceArray(zeros()).__cuda_array_interface__),
+        list(InterfaceArray(zeros()).__cuda_array_interface__.items()),
     ):
         kind = type("Other", (), {"__cuda_array_interface__": other})
         apart = FastPathRank()
@@ -489,14 +490,14 @@ def test_optional_entries_of_an_interface(side: FastPathRank) -> None:
         {"version": ...},
     )
     for said in (*nothing, {"strides": (4,)}, {"descr": [("", "<f4")]}):
-        assert side.all_reduce(Described(zeros(), **said)) == 0
+        assert side.all_reduce(InterfaceArray(zeros(), **said)) == 0
     assert (
-        side.all_reduce(Described(zeros(), shape=(1, 12, 1), strides=(77, 4, 0))) == 0
+        side.all_reduce(InterfaceArray(zeros(), shape=(1, 12, 1), strides=(77, 4, 0))) == 0
     )  # steps along axes of one
 
 
 def test_the_driver_provides_the_gpu_of_an_address(side: FastPathRank) -> None:
-    x, out = Described(zeros()), Described(zeros())
+    x, out = InterfaceArray(zeros()), InterfaceArray(zeros())
     assert side.all_reduce(x, out) == 0
     for ordinal in (1, -1, None):
         side.driver.ordinals[out.array.ctypes.data] = ordinal
@@ -507,14 +508,14 @@ def test_the_driver_provides_the_gpu_of_an_address(side: FastPathRank) -> None:
 
 def test_an_interface_with_the_stream_of_the_operation(side: FastPathRank) -> None:
     """1 is the legacy default stream."""
-    x = Described(zeros(), stream=1)
+    x = InterfaceArray(zeros(), stream=1)
     assert side.all_reduce(x) == 0
     side.fast_path.stream = side.stream = 1  # type: ignore[attr-defined]
     assert side.all_reduce(x) == 0
     x.said = {"stream": 77}
     assert side.all_reduce(x) == 1
     side.fast_path.stream = side.stream = 77  # type: ignore[attr-defined]
-    assert side.all_reduce(x) == side.all_reduce(Described(zeros())) == 0
+    assert side.all_reduce(x) == side.all_reduce(InterfaceArray(zeros())) == 0
     x.said = {"stream": 1}
     assert side.all_reduce(x) == 1
 
@@ -525,8 +526,8 @@ def test_interfaces_in_groups(side: FastPathRank) -> None:
     want = [array.ctypes.data for array in arrays]
     alive = [weakref.ref(array) for array in arrays]
     with miraccl.group():
-        assert side.send(Described(arrays[0])) == side.recv(Described(arrays[1])) == 0
-        assert side.recv(Described(frozen(zeros(7, np.int64)))) == 1
+        assert side.send(InterfaceArray(arrays[0])) == side.recv(InterfaceArray(arrays[1])) == 0
+        assert side.recv(InterfaceArray(frozen(zeros(7, np.int64)))) == 1
         del arrays
         assert all(array() is not None for array in alive)
         side.handed_over.clear()
@@ -535,7 +536,7 @@ def test_interfaces_in_groups(side: FastPathRank) -> None:
 
 
 def test_references_of_interfaces_are_released(side: FastPathRank) -> None:
-    x, bad = Described(zeros()), Described(zeros(), data=(4098, False))
+    x, bad = InterfaceArray(zeros()), InterfaceArray(zeros(), data=(4098, False))
     interface, wrong = x.__cuda_array_interface__, bad.__cuda_array_interface__
 
     class Constant:
@@ -546,8 +547,8 @@ def test_references_of_interfaces_are_released(side: FastPathRank) -> None:
     other.__cuda_array_interface__ = wrong  # type: ignore[attr-defined]
     side.fast_path.add_foreign_types(
         {
-            Described: ArrayProtocol(dlpack=False),
-            Packed: ArrayProtocol(dlpack=True),
+            InterfaceArray: ArrayProtocol(dlpack=False),
+            DlpackArray: ArrayProtocol(dlpack=True),
             Constant: ArrayProtocol(dlpack=False),
         }
     )
@@ -571,7 +572,7 @@ def test_references_of_interfaces_are_released(side: FastPathRank) -> None:
 
 
 def test_the_producer_receives_the_stream(side: FastPathRank) -> None:
-    x = Packed(zeros())
+    x = DlpackArray(zeros())
     for stream in (0, 1, 2, 77):
         side.fast_path.stream = side.stream = stream  # type: ignore[attr-defined]
         assert side.all_reduce(x) == 0
@@ -579,7 +580,7 @@ def test_the_producer_receives_the_stream(side: FastPathRank) -> None:
 
 
 def test_capsules_are_retained_until_they_are_handed_over(side: FastPathRank) -> None:
-    x, out = Packed(zeros()), Packed(zeros())
+    x, out = DlpackArray(zeros()), DlpackArray(zeros())
     assert (x.capsules, out.capsules) == (0, 0)
     for number in range(1, layout.MAX_RETAINED // 2):
         assert side.all_reduce(x, out) == 0
@@ -605,18 +606,18 @@ def test_much_memory_is_handed_over_at_once(side: FastPathRank) -> None:
     count = layout.MAX_RETAINED_BYTES // 4
     side.add_collective(Collective.ALL_REDUCE, F32, count)
     side.add_collective(Collective.ALL_REDUCE, F32, count - 1)
-    assert side.all_reduce(Packed(zeros(count - 1))) == 0
+    assert side.all_reduce(DlpackArray(zeros(count - 1))) == 0
     assert not side.retained
-    assert side.all_reduce(Packed(zeros())) == 0
+    assert side.all_reduce(DlpackArray(zeros())) == 0
     assert [len(objects) for objects, _ in side.retained] == [2]
-    assert side.all_reduce(Packed(zeros(count))) == 0
+    assert side.all_reduce(DlpackArray(zeros(count))) == 0
     assert [len(objects) for objects, _ in side.retained] == [2, 1]
-    assert side.all_reduce(Packed(zeros())) == 0
+    assert side.all_reduce(DlpackArray(zeros())) == 0
     assert len(side.retained) == 2
 
 
 def test_capsules_are_handed_over_with_their_stream(side: FastPathRank) -> None:
-    x = Packed(zeros())
+    x = DlpackArray(zeros())
     assert side.all_reduce(x) == side.all_reduce(x) == 0
     side.fast_path.stream = side.stream = 5  # type: ignore[attr-defined]
     assert side.all_reduce(x) == 0
@@ -640,7 +641,7 @@ def test_a_stream_switch_releases_retained_capsules(side: FastPathRank) -> None:
     side.fast_path.enable_stream_switches(
         1, [ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls], context=7
     )
-    x = Packed(zeros())
+    x = DlpackArray(zeros())
     assert (side.all_reduce(x, stream=0), len(side.fast_path.retained)) == (0, 1)
     assert (side.all_reduce(x, stream=5), side.fast_path.stream) == (1, 0)
     side.fast_path.release()
@@ -652,7 +653,7 @@ def test_a_stream_switch_releases_retained_capsules(side: FastPathRank) -> None:
 
 
 def test_capsules_of_unhandled_calls_are_released(side: FastPathRank) -> None:
-    x, odd, unknown = Packed(zeros()), Packed(zeros(24)[::2]), Packed(zeros(13))
+    x, odd, unknown = DlpackArray(zeros()), DlpackArray(zeros(24)[::2]), DlpackArray(zeros(13))
     assert (
         side.all_reduce(odd)
         == side.all_reduce(unknown)
@@ -662,7 +663,7 @@ def test_capsules_of_unhandled_calls_are_released(side: FastPathRank) -> None:
     )
     assert side.send(x) == side.sendrecv(x, odd) == side.all_reduce(x, None, RedOp.MAX) == 1
     side.driver._codes = (700,)
-    assert side.all_reduce(x, Packed(zeros())) == 1
+    assert side.all_reduce(x, DlpackArray(zeros())) == 1
     assert x.capsules == odd.capsules == unknown.capsules == 0
     assert side.fast_path.retained == []
     assert side.all_reduce(x) == 0
@@ -676,7 +677,7 @@ def test_a_failed_hand_over_raises(side: FastPathRank) -> None:
         raise ZeroDivisionError
 
     side.fast_path._retain = refuse
-    x = Packed(zeros())
+    x = DlpackArray(zeros())
     for _ in range(layout.MAX_RETAINED - 1):
         assert side.all_reduce(x) == 0
     with pytest.raises(ZeroDivisionError):
@@ -685,11 +686,11 @@ def test_a_failed_hand_over_raises(side: FastPathRank) -> None:
 
 
 def test_captured_calls_are_left_to_python(side: FastPathRank) -> None:
-    x = Packed(zeros())
+    x = DlpackArray(zeros())
     side.driver.capturing.add(0)
     assert side.all_reduce(x) == 1
     assert not x.streams
-    assert side.all_reduce(Described(zeros())) == 0
+    assert side.all_reduce(InterfaceArray(zeros())) == 0
     side.driver.capturing.clear()
     assert side.all_reduce(x) == 0
 
@@ -704,7 +705,7 @@ def grouping(side: FastPathRank) -> FastPathRank:
 
 
 def test_capsules_in_groups(grouping: FastPathRank) -> None:
-    side, x, y = grouping, Packed(zeros()), Packed(zeros())
+    side, x, y = grouping, DlpackArray(zeros()), DlpackArray(zeros())
     for turn in range(1, layout.MAX_RETAINED // 4 + 1):
         with miraccl.group():
             assert side.send(x) == side.recv(y) == side.sendrecv(x, y) == 0
@@ -727,7 +728,7 @@ def test_capsules_in_groups(grouping: FastPathRank) -> None:
 @pytest.mark.parametrize("why", ["python", "exception", "captured", "failed", "asked"])
 def test_capsules_of_a_group_that_is_handed_over(grouping: FastPathRank, why: str) -> None:
     """Python creates its own capsules."""
-    side, x, y = grouping, Packed(zeros()), Packed(zeros())
+    side, x, y = grouping, DlpackArray(zeros()), DlpackArray(zeros())
     with contextlib.suppress(ZeroDivisionError), miraccl.group():
         assert side.send(x) == side.recv(y) == 0
         if why == "asked":
@@ -760,7 +761,7 @@ def test_much_memory_of_a_group_is_handed_over_at_once(side: FastPathRank) -> No
     side.add_messages(4, (False, 1, count, F32), (True, 1, count, F32))
     for _ in range(2):
         with miraccl.group():
-            assert side.send(Packed(zeros(count))) == side.recv(Packed(zeros(count))) == 0
+            assert side.send(DlpackArray(zeros(count))) == side.recv(DlpackArray(zeros(count))) == 0
     assert [len(objects) for objects, _ in side.retained] == [2, 2]
 
 
@@ -770,13 +771,16 @@ def test_a_failed_hand_over_of_a_group_raises(
     def refuse(objects: list[Any], stream: int) -> None:
         raise ZeroDivisionError
 
-    side, x = grouping, Packed(zeros())
+    side, x = grouping, DlpackArray(zeros())
     side.fast_path._retain = refuse
 
     def exchange() -> None:
         with miraccl.group():
             assert (
-                side.send(x) == side.recv(Packed(zeros())) == side.sendrecv(x, Packed(zeros())) == 0
+                side.send(x)
+                == side.recv(DlpackArray(zeros()))
+                == side.sendrecv(x, DlpackArray(zeros()))
+                == 0
             )
 
     for _ in range(layout.MAX_RETAINED // 4 - 1):
@@ -793,7 +797,7 @@ def test_capsules_that_cannot_be_retained_are_leaked(grouping: FastPathRank) -> 
     def refuse(objects: list[Any], stream: int) -> None:
         raise ZeroDivisionError
 
-    side, x, y = grouping, Packed(zeros()), Packed(zeros())
+    side, x, y = grouping, DlpackArray(zeros()), DlpackArray(zeros())
     assert side.all_reduce(x) == 0
     side.fast_path._retain = refuse
     side.fast_path.stream = side.stream = 5  # type: ignore[attr-defined]
@@ -810,7 +814,7 @@ def test_capsules_that_cannot_be_retained_are_leaked(grouping: FastPathRank) -> 
 
 def test_arrays_in_a_group_of_another_thread_are_not_read(side: FastPathRank) -> None:
     side.add_messages(1, (False, 1, 12, F32))
-    x = Packed(zeros())
+    x = DlpackArray(zeros())
     with miraccl.group():
         thread = threading.Thread(target=lambda: x.streams.append(side.send(x)))
         thread.start()
@@ -823,7 +827,7 @@ def test_an_operation_of_several_launches_retains_once(side: FastPathRank) -> No
         side.add_collective(Collective.REDUCE, F32, 4 + root, root=root).check = lambda code: [][
             code
         ]
-    x, out = Packed(zeros(9)), Packed(zeros(4))
+    x, out = DlpackArray(zeros(9)), DlpackArray(zeros(4))
     side.driver._codes = (700, 0, 0, 0, 700)
     assert side.calls["reduce_scatter_v"](x, out, RedOp.SUM, False, None, [4, 5]) == 1
     assert (x.capsules, out.capsules) == (0, 0)
@@ -834,14 +838,14 @@ def test_an_operation_of_several_launches_retains_once(side: FastPathRank) -> No
     assert (x.capsules, out.capsules, len(side.fast_path.retained)) == (2, 2, 4)
 
 
-class Old(Packed):
+class Old(DlpackArray):
     """Array from before DLPack 1.0: no further arguments, and capsules without a read-only flag."""
 
     def __dlpack__(self, stream: Any = None) -> Any:  # type: ignore[override]
         return self.capsule()
 
 
-class Telling(Packed):
+class Telling(DlpackArray):
     def __dlpack__(self, **given: Any) -> Any:
         assert given == {"stream": 1, "max_version": (1, 0)}
         return self.capsule(max_version=(1, 0))
@@ -852,20 +856,20 @@ class Telling(Packed):
 def test_producers_of_all_dlpack_versions(side: FastPathRank, kind: Any, immutable: bool) -> None:
     side.fast_path.add_foreign_types(
         {
-            Described: ArrayProtocol(dlpack=False),
-            Packed: ArrayProtocol(dlpack=True),
+            InterfaceArray: ArrayProtocol(dlpack=False),
+            DlpackArray: ArrayProtocol(dlpack=True),
             kind: ArrayProtocol(dlpack=True, immutable=immutable),
         }
     )
-    assert side.all_reduce(kind(zeros()), Packed(zeros())) == 0
+    assert side.all_reduce(kind(zeros()), DlpackArray(zeros())) == 0
     assert (
         side.all_reduce(kind(zeros()))
-        == side.all_reduce(Packed(zeros()), kind(zeros()))
+        == side.all_reduce(DlpackArray(zeros()), kind(zeros()))
         == int(immutable)
     )
 
 
-class Later(Packed):
+class Later(DlpackArray):
     """Array of an unknown version of DLPack."""
 
     def __dlpack__(self, **given: Any) -> Any:
@@ -879,8 +883,8 @@ class Later(Packed):
 def test_a_capsule_of_another_version(side: FastPathRank) -> None:
     side.fast_path.add_foreign_types(
         {
-            Described: ArrayProtocol(dlpack=False),
-            Packed: ArrayProtocol(dlpack=True),
+            InterfaceArray: ArrayProtocol(dlpack=False),
+            DlpackArray: ArrayProtocol(dlpack=True),
             Later: ArrayProtocol(dlpack=True),
         }
     )
@@ -895,7 +899,7 @@ def test_objects_that_are_not_capsules(side: FastPathRank) -> None:
         types.SimpleNamespace(__dlpack__=lambda **_: used, __dlpack_device__=lambda: (1, 0))
     )
     for thing in (None, 5, used, zeros().__array_struct__):
-        other = Packed(zeros())
+        other = DlpackArray(zeros())
         kind = type("Other", (), {"__dlpack__": lambda self, thing=thing, **_: thing})
         apart = FastPathRank()
         apart.add_collective(Collective.ALL_REDUCE, F32, 12)
@@ -904,7 +908,7 @@ def test_objects_that_are_not_capsules(side: FastPathRank) -> None:
         assert apart.fast_path.retained == []
 
 
-class Freed(Packed):
+class FreedDlpackArray(DlpackArray):
     """Array whose memory was freed."""
 
     def __dlpack__(self, **given: Any) -> Any:
@@ -920,22 +924,22 @@ class Freed(Packed):
 def test_capsules_without_memory(side: FastPathRank) -> None:
     side.fast_path.add_foreign_types(
         {
-            Described: ArrayProtocol(dlpack=False),
-            Packed: ArrayProtocol(dlpack=True),
-            Freed: ArrayProtocol(dlpack=True),
+            InterfaceArray: ArrayProtocol(dlpack=False),
+            DlpackArray: ArrayProtocol(dlpack=True),
+            FreedDlpackArray: ArrayProtocol(dlpack=True),
         }
     )
     side.add_messages(1, (False, 1, 12, F32))
-    x = Freed(zeros())
-    assert side.all_reduce(x) == side.all_reduce(Packed(zeros()), x) == side.send(x) == 1
+    x = FreedDlpackArray(zeros())
+    assert side.all_reduce(x) == side.all_reduce(DlpackArray(zeros()), x) == side.send(x) == 1
     assert x.capsules == 0
     assert not side.driver.seen
 
 
 def test_types_and_devices_of_capsules(side: FastPathRank) -> None:
     for dtype in (np.complex64, np.bool_, np.float64):
-        assert side.all_reduce(Packed(zeros(12, dtype))) == 1
-    x = Packed(zeros())
+        assert side.all_reduce(DlpackArray(zeros(12, dtype))) == 1
+    x = DlpackArray(zeros())
     for device in (layout.DL_CUDA, 13, 3, 1 << 32 | 1):
         side.fast_path._write(layout.STATE_DEVICE, device)
         assert side.all_reduce(x) == 1
@@ -951,7 +955,7 @@ class SingleDeviceSharding:
     pass
 
 
-class Sharded(Packed):
+class Sharded(DlpackArray):
     def __init__(self, array: np.ndarray, sharding: Any) -> None:
         super().__init__(array)
         self.sharding = sharding
@@ -974,19 +978,21 @@ def test_the_export_function_is_called_directly(
     monkeypatch.setattr(Sharded, "__module__", "a_library")
     side.fast_path.add_foreign_types({Sharded: ArrayProtocol(dlpack=True, immutable=True)})
     x, out = Sharded(zeros(), SingleDeviceSharding()), zeros()
-    assert side.all_reduce(x, Packed(out)) == 0
+    assert side.all_reduce(x, DlpackArray(out)) == 0
     assert side.driver.seen[-1][-2:] == (x.array.ctypes.data, out.ctypes.data)
     assert given == [(x, 1)]
     assert x.capsules == 1
-    assert side.all_reduce(x) == side.all_reduce(Packed(out), x) == 1  # arrays of JAX never change
+    assert (
+        side.all_reduce(x) == side.all_reduce(DlpackArray(out), x) == 1
+    )  # arrays of JAX never change
     before = len(given)
     assert not x.streams
     for sharding in (object(), None, SingleDeviceSharding):
         other = Sharded(zeros(), sharding)
-        assert side.all_reduce(other, Packed(out)) == 0
+        assert side.all_reduce(other, DlpackArray(out)) == 0
         assert other.streams == [1]  # the method was called
     del x.sharding
-    assert side.all_reduce(x, Packed(out)) == 0
+    assert side.all_reduce(x, DlpackArray(out)) == 0
     assert x.streams == [1]
     assert len(given) == before
 
@@ -994,5 +1000,5 @@ def test_the_export_function_is_called_directly(
 def test_without_an_export_function_the_method_is_called(side: FastPathRank) -> None:
     side.fast_path.add_foreign_types({Sharded: ArrayProtocol(dlpack=True, immutable=True)})
     x = Sharded(zeros(), object())
-    assert side.all_reduce(x, Packed(zeros())) == 0
+    assert side.all_reduce(x, DlpackArray(zeros())) == 0
     assert x.streams == [1]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from miraccl import native
-from tests.gpu.fake_launch import SHAPE, Driver
+from tests.gpu.fake_launch import SHAPE, LaunchRecorder
 
 
 def test_a_launch_passes_its_arguments() -> None:
-    driver = Driver((700, -3))
+    driver = LaunchRecorder((700, -3))
     record = driver.record(1 << 46)
     run = native.builtin(
         "launch",

@@ -29,17 +29,17 @@ from miraccl.runtime.gpu.messages import message_frame, read_rejected_size
 from miraccl.topo.records import PathType
 from miraccl.transport.cuda_pairs import HOST, IPC, P2pChoice
 from miraccl.types import Collective, DType
-from tests.gpu.emulator import Machine, exchange, needs_compiler
-from tests.gpu.emulator.exchange import Send, run
+from tests.gpu.emulator import EmulatedMachine, exchange, needs_compiler
+from tests.gpu.emulator.exchange import EmulatedSend, run
 
 FRAMES = [Framing.LINE, Framing.PAIR]
 GPU: Any = types.SimpleNamespace(read=ctypes.string_at)  # its memory is host memory
 
 
 @functools.cache
-def machine(nranks: int, frame: Framing) -> Machine:
+def machine(nranks: int, frame: Framing) -> EmulatedMachine:
     """Machine shared by tests, so counters persist as in a communicator."""
-    return Machine(nranks)
+    return EmulatedMachine(nranks)
 
 
 def rules(nranks: int, frame: Framing = Framing.LINE, nqueues: int = 2) -> WarpQueueRules:
@@ -63,7 +63,7 @@ class FewWarpQueueRules(WarpQueueRules):
 
 
 def check_messages(
-    sends: list[Send], nranks: int = 2, frame: Framing = Framing.LINE, nqueues: int = 2
+    sends: list[EmulatedSend], nranks: int = 2, frame: Framing = Framing.LINE, nqueues: int = 2
 ) -> None:
     where = machine(nranks, frame)
     assert [text for text in run(where, rules(nranks, frame, nqueues), sends) if text] == []
@@ -78,8 +78,8 @@ SIZES = sorted({max(0, edge + change) for edge in EDGES for change in (-1, 0, 1)
 @needs_compiler
 @pytest.mark.parametrize("frame", FRAMES)
 def test_sizes(frame: Framing) -> None:
-    check_messages([Send(0, 1, size) for size in SIZES], frame=frame)
-    check_messages([Send(1, 0, size) for size in reversed(SIZES)], frame=frame, nqueues=1)
+    check_messages([EmulatedSend(0, 1, size) for size in SIZES], frame=frame)
+    check_messages([EmulatedSend(1, 0, size) for size in reversed(SIZES)], frame=frame, nqueues=1)
 
 
 @needs_compiler
@@ -87,7 +87,7 @@ def test_sizes(frame: Framing) -> None:
 def test_addresses(frame: Framing) -> None:
     offsets = [1, 2, 4, 8, 12]
     check_messages(
-        [Send(0, 1, 1000 + a, a, b) for a, b in itertools.product(offsets, [0, *offsets])],
+        [EmulatedSend(0, 1, 1000 + a, a, b) for a, b in itertools.product(offsets, [0, *offsets])],
         frame=frame,
     )
 
@@ -98,19 +98,23 @@ def test_addresses(frame: Framing) -> None:
 def test_row_fifos_wrap_around(frame: Framing, lanes: int) -> None:
     """Several times the capacity of the row FIFOs, in both directions at once."""
     size = 3 * lanes * layout.FIFO_ROWS * layout.ROW_BYTES
-    check_messages([Send(0, 1, size + 5), Send(1, 0, size)], frame=frame, nqueues=lanes)
+    check_messages(
+        [EmulatedSend(0, 1, size + 5), EmulatedSend(1, 0, size)], frame=frame, nqueues=lanes
+    )
 
 
 @needs_compiler
 @pytest.mark.parametrize("frame", FRAMES)
 def test_all_pairs_at_once(frame: Framing) -> None:
-    pairs = [Send(a, b, 4000 + 700 * a + 90 * b) for a in range(3) for b in range(3)]
+    pairs = [EmulatedSend(a, b, 4000 + 700 * a + 90 * b) for a in range(3) for b in range(3)]
     check_messages(pairs + pairs[::-1], 3, frame)
 
 
 @needs_compiler
 def test_four_ranks() -> None:
-    check_messages([Send(a, b, 3000 * (1 + a)) for a in range(4) for b in range(4)], 4, nqueues=1)
+    check_messages(
+        [EmulatedSend(a, b, 3000 * (1 + a)) for a in range(4) for b in range(4)], 4, nqueues=1
+    )
 
 
 @needs_compiler
@@ -118,19 +122,28 @@ def test_orders_that_would_deadlock_ungrouped() -> None:
     """Ranks 0 and 1 both send first, more than the row FIFOs hold."""
     big = 2 * layout.FIFO_ROWS * layout.ROW_BYTES
     check_messages(
-        [Send(0, 1, big), Send(0, 1, big), Send(1, 0, big), Send(1, 0, 0), Send(0, 1, 3)], nqueues=1
+        [
+            EmulatedSend(0, 1, big),
+            EmulatedSend(0, 1, big),
+            EmulatedSend(1, 0, big),
+            EmulatedSend(1, 0, 0),
+            EmulatedSend(0, 1, 3),
+        ],
+        nqueues=1,
     )
 
 
 @needs_compiler
 def test_many_messages_are_read_from_a_table() -> None:
-    check_messages([Send(i % 2, 1 - i % 2, 1 + i % 40) for i in range(2 * layout.MAX_MESSAGES)])
+    check_messages(
+        [EmulatedSend(i % 2, 1 - i % 2, 1 + i % 40) for i in range(2 * layout.MAX_MESSAGES)]
+    )
 
 
 @needs_compiler
 def test_launches_of_changing_shapes() -> None:
     for round_ in range(12):
-        sends = [Send(0, 1, 300 * round_), Send(1, 0, 5000 - 400 * round_)]
+        sends = [EmulatedSend(0, 1, 300 * round_), EmulatedSend(1, 0, 5000 - 400 * round_)]
         check_messages(sends[round_ % 3 == 0 : 1 + (round_ % 3 < 2)], nqueues=2)
 
 
@@ -138,15 +151,15 @@ def test_launches_of_changing_shapes() -> None:
 def test_messages_may_be_distributed_over_launches_differently() -> None:
     """Rank 0 sends three messages in three launches, rank 1 receives them in one."""
     where = machine(2, Framing.LINE)
-    sends = [Send(0, 1, 100), Send(0, 1, 3000), Send(0, 1, 20)]
+    sends = [EmulatedSend(0, 1, 100), EmulatedSend(0, 1, 3000), EmulatedSend(0, 1, 20)]
     for number in range(3):
         run(where, rules(2), sends[number : number + 1], seed=1, only=[0])
-    assert run(where, rules(2), [Send(0, 1, 100)], seed=1, only=[1]) == [""]
-    run(where, rules(2), [Send(0, 1, 3000), Send(0, 1, 20)], only=[1])
-    check_messages([Send(0, 1, 9), Send(1, 0, 8)])
+    assert run(where, rules(2), [EmulatedSend(0, 1, 100)], seed=1, only=[1]) == [""]
+    run(where, rules(2), [EmulatedSend(0, 1, 3000), EmulatedSend(0, 1, 20)], only=[1])
+    check_messages([EmulatedSend(0, 1, 9), EmulatedSend(1, 0, 8)])
 
 
-def rejected_size(where: Machine) -> int | None:
+def rejected_size(where: EmulatedMachine) -> int | None:
     """Return the size of rank 0's message that rank 1 has rejected."""
     return read_rejected_size(GPU, where.comm_args(0), 1)
 
@@ -157,8 +170,8 @@ def rejected_size(where: Machine) -> int | None:
 )
 @pytest.mark.parametrize("frame", FRAMES)
 def test_sizes_that_differ_are_reported(sent: int, expected: int, frame: Framing) -> None:
-    where = Machine(2)
-    run(where, rules(2, frame), [Send(0, 1, sent, expected=expected)])
+    where = EmulatedMachine(2)
+    run(where, rules(2, frame), [EmulatedSend(0, 1, sent, expected=expected)])
     host = where.host[1]
     assert host[layout.HOST_ERROR] == layout.ERROR_SIZES
     assert (host[layout.HOST_PEER], host[layout.HOST_AWAITED]) == (0, layout.AWAIT_RECV)
@@ -174,7 +187,7 @@ def test_sizes_that_differ_are_reported(sent: int, expected: int, frame: Framing
             expected | tag,
         ]
     # a sender that did not wait gets the error with its next message that needs credit
-    run(where, rules(2, frame), [Send(0, 1, 1 << 17)], only=[0])
+    run(where, rules(2, frame), [EmulatedSend(0, 1, 1 << 17)], only=[0])
     assert where.host[0][layout.HOST_ERROR] == layout.ERROR_SIZES
 
 
@@ -186,7 +199,7 @@ GATHER, SCATTER = (
 )
 
 
-def message_ops_of(where: Machine, rank: int) -> tuple[int, dict[int, int]]:
+def message_ops_of(where: EmulatedMachine, rank: int) -> tuple[int, dict[int, int]]:
     """Return the number of message collectives of a rank, and its entries by peer."""
     (_, count), boards = (
         read_progress_header(GPU, where.comm_args(rank)).op_counts,
@@ -200,13 +213,17 @@ def message_ops_of(where: Machine, rank: int) -> tuple[int, dict[int, int]]:
 @pytest.mark.parametrize("frame", FRAMES)
 def test_message_collectives_are_numbered(frame: Framing) -> None:
     """On ranks without a message and with large ones as well; plain messages are not counted."""
-    where = Machine(3)
+    where = EmulatedMachine(3)
     for number in range(1, 2 * layout.MESSAGE_OP_ENTRIES):
-        sends = [Send(1, 0, 40), Send(2, 0, 5000), Send(0, 0, 9)][: number % 4]
+        sends = [EmulatedSend(1, 0, 40), EmulatedSend(2, 0, 5000), EmulatedSend(0, 0, 9)][
+            : number % 4
+        ]
         assert run(where, rules(3, frame), sends, seed=number, signatures=[GATHER] * 3) == [
             ""
         ] * len(sends)
-        assert run(where, rules(3, frame), [Send(0, 1, 100), Send(1, 2, 3)], seed=number) == [
+        assert run(
+            where, rules(3, frame), [EmulatedSend(0, 1, 100), EmulatedSend(1, 2, 3)], seed=number
+        ) == [
             "",
             "",
         ]
@@ -226,23 +243,23 @@ def test_a_message_of_another_operation_is_rejected(
     nbytes: int, theirs: int, frame: Framing
 ) -> None:
     """Its size matches. The sender, which did not wait, gets the error with its next message."""
-    where = Machine(2)
-    run(where, rules(2, frame), [Send(1, 0, nbytes)], only=[1], signatures=[0, theirs])
-    run(where, rules(2, frame), [Send(1, 0, nbytes)], only=[0], signatures=[GATHER, 0])
+    where = EmulatedMachine(2)
+    run(where, rules(2, frame), [EmulatedSend(1, 0, nbytes)], only=[1], signatures=[0, theirs])
+    run(where, rules(2, frame), [EmulatedSend(1, 0, nbytes)], only=[0], signatures=[GATHER, 0])
     host = where.host[0]
     assert (host[layout.HOST_ERROR], host[layout.HOST_PEER]) == (layout.ERROR_MISMATCH, 1)
     assert (host[layout.HOST_LAUNCH], host[layout.HOST_SIGNATURE]) == (0, GATHER)
-    run(where, rules(2, frame), [Send(1, 0, 1 << 17)], only=[1])
+    run(where, rules(2, frame), [EmulatedSend(1, 0, 1 << 17)], only=[1])
     assert where.errors() == [layout.ERROR_MISMATCH] * 2
 
 
 @needs_compiler
 @pytest.mark.parametrize("frame", FRAMES)
 def test_an_unmatched_message_is_not_received_later(frame: Framing) -> None:
-    where = Machine(2)
-    run(where, rules(2, frame), [Send(1, 0, 40)], only=[1], signatures=[0, GATHER])
+    where = EmulatedMachine(2)
+    run(where, rules(2, frame), [EmulatedSend(1, 0, 40)], only=[1], signatures=[0, GATHER])
     run(where, rules(2, frame), [], only=[0], signatures=[GATHER, 0])
-    run(where, rules(2, frame), [Send(1, 0, 40)], signatures=[GATHER] * 2)
+    run(where, rules(2, frame), [EmulatedSend(1, 0, 40)], signatures=[GATHER] * 2)
     assert where.errors()[0] == layout.ERROR_MISMATCH
 
 
@@ -250,7 +267,7 @@ def test_an_unmatched_message_is_not_received_later(frame: Framing) -> None:
 @pytest.mark.parametrize("other", ["another", "later", "launch"])
 def test_waits_in_different_collectives_end(other: str) -> None:
     """The peer has published another one, or continued to a later one, or to a launch."""
-    where = Machine(2, timeout_s=600)
+    where = EmulatedMachine(2, timeout_s=600)
     for _ in range({"another": 1, "later": layout.MESSAGE_OP_ENTRIES + 2, "launch": 0}[other]):
         run(where, rules(2), [], only=[1], signatures=[0, SCATTER])
     if other == "launch":
@@ -264,7 +281,7 @@ def test_waits_in_different_collectives_end(other: str) -> None:
     run(
         where,
         rules(2),
-        [Send(1, 0, 40)],
+        [EmulatedSend(1, 0, 40)],
         only=[0],
         signatures=[SCATTER if other == "later" else GATHER, 0],
     )
@@ -281,14 +298,14 @@ def test_waits_in_different_collectives_end(other: str) -> None:
 def test_nothing_is_sent_after_a_failed_wait(monkeypatch: pytest.MonkeyPatch, pool: bool) -> None:
     if pool:
         shrink_pool(monkeypatch)
-    where = Machine(2, timeout_s=0.3)
-    run(where, pool_rules(2), [Send(0, 1, 40)], only=[1])
-    run(where, pool_rules(2), [Send(1, 0, 6000)])
+    where = EmulatedMachine(2, timeout_s=0.3)
+    run(where, pool_rules(2), [EmulatedSend(0, 1, 40)], only=[1])
+    run(where, pool_rules(2), [EmulatedSend(1, 0, 6000)])
     assert where.errors() == [layout.ERROR_TIMEOUT] * 2
 
 
 def in_launch(
-    where: Machine, rank: int, peer: int, number: int, needs: int, flag: int | None = None
+    where: EmulatedMachine, rank: int, peer: int, number: int, needs: int, flag: int | None = None
 ) -> None:
     """Publish a peer's launch, which does not end without ``needs``."""
     entry = (
@@ -308,9 +325,9 @@ def test_a_plain_wait_for_a_rank_blocked_in_a_launch_ends(
 ) -> None:
     if pool:
         shrink_pool(monkeypatch)
-    where = Machine(2, timeout_s=600)
+    where = EmulatedMachine(2, timeout_s=600)
     in_launch(where, 0, 1, 1, needs)
-    run(where, pool_rules(2), [Send(src, 1 - src, 60_000)], only=[0])
+    run(where, pool_rules(2), [EmulatedSend(src, 1 - src, 60_000)], only=[0])
     assert where.errors() == [layout.ERROR_CROSSED, 0]
     assert where.host[0][
         [layout.HOST_PEER, layout.HOST_LAUNCH, layout.HOST_SIGNATURE]
@@ -325,9 +342,9 @@ def test_a_plain_wait_for_a_rank_in_an_independent_launch_continues(
     needs: int, flag: int | None
 ) -> None:
     """Including a half-written record whose other half is of an earlier launch."""
-    where = Machine(2, timeout_s=0.3)
+    where = EmulatedMachine(2, timeout_s=0.3)
     in_launch(where, 0, 1, 1, needs, flag)
-    run(where, rules(2), [Send(1, 0, 40)], only=[0])
+    run(where, rules(2), [EmulatedSend(1, 0, 40)], only=[0])
     assert where.errors() == [layout.ERROR_TIMEOUT, 0]
 
 
@@ -345,35 +362,37 @@ def test_a_peer_in_a_launch_not_yet_published_here_is_not_past_it(
         struct.pack_into("<I", lowered.args, len(lowered.args) - lowered.capacity - 4, 0)
         return lowered
 
-    where = Machine(2, timeout_s=0.3)
+    where = EmulatedMachine(2, timeout_s=0.3)
     run(where, rules(2), [], signatures=[GATHER] * 2)
     run(where, rules(2), [], only=[1], signatures=[GATHER] * 2)
     monkeypatch.setattr(exchange, "lower_messages", draws_nothing)
-    run(where, rules(2), [Send(1, 0, 40)], only=[0], signatures=[GATHER] * 2)
+    run(where, rules(2), [EmulatedSend(1, 0, 40)], only=[0], signatures=[GATHER] * 2)
     assert where.errors() == [layout.ERROR_TIMEOUT, 0]
 
 
 @needs_compiler
 def test_a_peer_whose_wait_failed_is_not_past() -> None:
-    where = Machine(2, timeout_s=0.3)
-    run(where, rules(2), [Send(1, 0, 40)], only=[0], signatures=[GATHER, 0])
+    where = EmulatedMachine(2, timeout_s=0.3)
+    run(where, rules(2), [EmulatedSend(1, 0, 40)], only=[0], signatures=[GATHER, 0])
     entry = where.comm_args(1).inboxes[0] + layout.OP_LOG_OFFSET + 16
     ctypes.memmove(
         entry, struct.pack("<IIII", 1, 5, 0, 0), 16
     )  # a launch that it has begun all the same
-    run(where, rules(2), [Send(0, 1, 40)], only=[1], signatures=[0, GATHER])
+    run(where, rules(2), [EmulatedSend(0, 1, 40)], only=[1], signatures=[0, GATHER])
     assert where.errors() == [layout.ERROR_TIMEOUT] * 2
 
 
 @needs_compiler
 def test_a_peer_that_is_ahead_has_sent_its_message() -> None:
     """Its entries of later collectives do not end a valid wait."""
-    where = Machine(2, timeout_s=600)
+    where = EmulatedMachine(2, timeout_s=600)
     for number in range(12):
-        run(where, rules(2), [Send(1, 0, 40)], seed=number, only=[1], signatures=[0, GATHER])
+        run(
+            where, rules(2), [EmulatedSend(1, 0, 40)], seed=number, only=[1], signatures=[0, GATHER]
+        )
     for number in range(12):
         assert run(
-            where, rules(2), [Send(1, 0, 40)], seed=number, only=[0], signatures=[GATHER, 0]
+            where, rules(2), [EmulatedSend(1, 0, 40)], seed=number, only=[0], signatures=[GATHER, 0]
         ) == [""]
     assert where.errors() == [0, 0]
 
@@ -400,8 +419,8 @@ def test_a_collective_as_text() -> None:
 @needs_compiler
 @pytest.mark.parametrize("alone", [0, 1])
 def test_waits_end_at_the_deadline(alone: int) -> None:
-    where = Machine(2, timeout_s=0.2)
-    run(where, rules(2), [Send(0, 1, 200_000)], only=[alone])
+    where = EmulatedMachine(2, timeout_s=0.2)
+    run(where, rules(2), [EmulatedSend(0, 1, 200_000)], only=[alone])
     host = where.host[alone]
     what = layout.AWAIT_MESSAGE if alone else layout.AWAIT_CREDIT
     assert (host[layout.HOST_ERROR], host[layout.HOST_PEER], host[layout.HOST_AWAITED]) == (
@@ -413,27 +432,27 @@ def test_waits_end_at_the_deadline(alone: int) -> None:
 
 @needs_compiler
 def test_an_abort_ends_the_wait() -> None:
-    where = Machine(2)
+    where = EmulatedMachine(2)
     where.host[1][layout.HOST_ABORT] = 1
-    run(where, rules(2), [Send(0, 1, 10)], only=[1])
+    run(where, rules(2), [EmulatedSend(0, 1, 10)], only=[1])
     assert where.errors() == [0, 0]
 
 
 @needs_compiler
 @pytest.mark.parametrize("alone", [0, 1])
 def test_the_wait_for_an_exited_rank_ends(alone: int) -> None:
-    where = Machine(2, timeout_s=60)
+    where = EmulatedMachine(2, timeout_s=60)
     where.host[alone][layout.HOST_EXITED] = 1 << 1 - alone
-    run(where, rules(2), [Send(0, 1, 200_000)], only=[alone])
+    run(where, rules(2), [EmulatedSend(0, 1, 200_000)], only=[alone])
     assert where.errors()[alone] == layout.ERROR_EXITED
 
 
 @needs_compiler
 def test_a_message_of_an_exited_rank_is_received() -> None:
-    where = Machine(2, timeout_s=60)
-    run(where, rules(2), [Send(0, 1, 500)], only=[0])
+    where = EmulatedMachine(2, timeout_s=60)
+    run(where, rules(2), [EmulatedSend(0, 1, 500)], only=[0])
     where.host[1][layout.HOST_EXITED] = 1
-    assert run(where, rules(2), [Send(0, 1, 500)], only=[1]) == [""]
+    assert run(where, rules(2), [EmulatedSend(0, 1, 500)], only=[1]) == [""]
     assert where.errors() == [0, 0]
 
 
@@ -463,7 +482,7 @@ def pool_rules(nranks: int, frame: Framing = Framing.LINE, blocks: int = 4) -> W
 @pytest.mark.parametrize("frame", FRAMES)
 @pytest.mark.usefixtures("small_pool")
 def test_large_messages(frame: Framing) -> None:
-    where = Machine(2)
+    where = EmulatedMachine(2)
     for sizes in (
         [5000],
         [5001, 9000, 4999],
@@ -471,7 +490,7 @@ def test_large_messages(frame: Framing) -> None:
         [5000] * 5,
         [1792 + 1024, 5000, 1792 + 5 * 1024],
     ):
-        both = [Send(src, 1 - src, size) for size in sizes for src in (0, 1)]
+        both = [EmulatedSend(src, 1 - src, size) for size in sizes for src in (0, 1)]
         assert [text for text in run(where, pool_rules(2, frame), both) if text] == []
         assert [text for text in run(where, pool_rules(2, frame), both[::2]) if text] == []
     assert where.errors() == [0, 0]
@@ -482,26 +501,28 @@ def test_large_messages(frame: Framing) -> None:
 def test_large_messages_of_fewer_chunks_than_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block without a chunk may run after the grants of several messages."""
     monkeypatch.setattr(layout, "BULK_MIN_BYTES", 2000)
-    where = Machine(2)
+    where = EmulatedMachine(2)
     for _ in range(3):
-        assert [text for text in run(where, pool_rules(2), [Send(0, 1, 2000)] * 60) if text] == []
+        assert [
+            text for text in run(where, pool_rules(2), [EmulatedSend(0, 1, 2000)] * 60) if text
+        ] == []
     assert where.errors() == [0, 0]
 
 
 @needs_compiler
 @pytest.mark.usefixtures("small_pool")
 def test_large_messages_share_the_pool_of_their_receiver() -> None:
-    where = Machine(4)
+    where = EmulatedMachine(4)
     everybody = [
-        Send(a, b, 8000 + 500 * a + 77 * b, offset=a, out_offset=b)
+        EmulatedSend(a, b, 8000 + 500 * a + 77 * b, offset=a, out_offset=b)
         for a in range(4)
         for b in range(4)
     ]
     for sends in (
         everybody,
         everybody[::-1],
-        [Send(r, (r + 1) % 4, 20_000) for r in range(4)],
-        [Send(r, 3, 9000) for r in range(3)],
+        [EmulatedSend(r, (r + 1) % 4, 20_000) for r in range(4)],
+        [EmulatedSend(r, 3, 9000) for r in range(3)],
     ):
         assert [text for text in run(where, pool_rules(4, blocks=14), sends) if text] == []
     assert where.errors() == [0] * 4
@@ -510,8 +531,8 @@ def test_large_messages_share_the_pool_of_their_receiver() -> None:
 @needs_compiler
 @pytest.mark.usefixtures("small_pool")
 def test_large_messages_may_be_distributed_over_launches_differently() -> None:
-    where = Machine(2)
-    sends = [Send(0, 1, 5200), Send(0, 1, 3000), Send(0, 1, 6000)]
+    where = EmulatedMachine(2)
+    sends = [EmulatedSend(0, 1, 5200), EmulatedSend(0, 1, 3000), EmulatedSend(0, 1, 6000)]
     # data sent early need the receiver's grant, so both launches run concurrently
     assert run(where, pool_rules(2), sends) == [""] * 3
     assert run(where, pool_rules(2, blocks=6), sends[::-1]) == [""] * 3
@@ -524,8 +545,8 @@ def test_large_messages_may_be_distributed_over_launches_differently() -> None:
     ("sent", "expected"), [(100, 9000), (9000, 100), (9000, 9001), (0, 5000), (90_000, 9000)]
 )
 def test_sizes_of_large_messages_that_differ_are_reported(sent: int, expected: int) -> None:
-    where = Machine(2)
-    run(where, pool_rules(2), [Send(0, 1, sent, expected=expected)])
+    where = EmulatedMachine(2)
+    run(where, pool_rules(2), [EmulatedSend(0, 1, sent, expected=expected)])
     tag = int(DType.UINT8) << layout.TYPE_SHIFT
     assert where.errors()[1] == layout.ERROR_SIZES
     assert where.host[1][layout.HOST_SIZES : layout.HOST_SIZES + 4].view("u8").tolist() == [
@@ -542,15 +563,15 @@ def test_sizes_of_large_messages_that_differ_are_reported(sent: int, expected: i
 @needs_compiler
 @pytest.mark.usefixtures("small_pool")
 def test_the_rejected_large_message_is_recorded_at_its_sender() -> None:
-    where = Machine(2)
+    where = EmulatedMachine(2)
     run(
         where,
         pool_rules(2),
         [
-            Send(0, 1, 9000),
-            Send(0, 1, 40_000),
-            Send(0, 1, 20_000, expected=20_001),
-            Send(0, 1, 50_000),
+            EmulatedSend(0, 1, 9000),
+            EmulatedSend(0, 1, 40_000),
+            EmulatedSend(0, 1, 20_000, expected=20_001),
+            EmulatedSend(0, 1, 50_000),
         ],
     )
     assert where.errors()[1] == layout.ERROR_SIZES
@@ -560,13 +581,13 @@ def test_the_rejected_large_message_is_recorded_at_its_sender() -> None:
 @needs_compiler
 @pytest.mark.usefixtures("small_pool")
 def test_a_rejection_between_two_large_messages_ends_all_threads() -> None:
-    where = Machine(2)
-    run(where, pool_rules(2), [Send(0, 1, 100, expected=50)])
+    where = EmulatedMachine(2)
+    run(where, pool_rules(2), [EmulatedSend(0, 1, 100, expected=50)])
     assert where.errors() == [0, layout.ERROR_SIZES]
     struct.pack_into(
         "<Q", where.memory[0], layout.BULK_GRANTS_OFFSET + layout.BULK_STRIDE, 1 << 32 | 6
     )  # of the first one, before that
-    run(where, pool_rules(2), [Send(0, 1, 5000), Send(0, 1, 5000)], only=[0])
+    run(where, pool_rules(2), [EmulatedSend(0, 1, 5000), EmulatedSend(0, 1, 5000)], only=[0])
     assert where.errors()[0] == layout.ERROR_SIZES
 
 
@@ -574,8 +595,8 @@ def test_a_rejection_between_two_large_messages_ends_all_threads() -> None:
 @pytest.mark.usefixtures("small_pool")
 @pytest.mark.parametrize("alone", [0, 1])
 def test_waits_with_large_messages_end(alone: int) -> None:
-    where = Machine(2, timeout_s=0.2)
-    run(where, pool_rules(2), [Send(0, 1, 20_000)], only=[alone])
+    where = EmulatedMachine(2, timeout_s=0.2)
+    run(where, pool_rules(2), [EmulatedSend(0, 1, 20_000)], only=[alone])
     assert (where.errors()[alone], int(where.host[alone][layout.HOST_PEER])) == (
         layout.ERROR_TIMEOUT,
         1 - alone,
@@ -586,9 +607,9 @@ def test_waits_with_large_messages_end(alone: int) -> None:
 @pytest.mark.usefixtures("small_pool")
 @pytest.mark.parametrize("alone", [0, 1])
 def test_large_message_waits_in_different_collectives_end(alone: int) -> None:
-    where = Machine(2, timeout_s=600)
+    where = EmulatedMachine(2, timeout_s=600)
     run(where, pool_rules(2), [], only=[1 - alone], signatures=[GATHER] * 2)
-    run(where, pool_rules(2), [Send(0, 1, 20_000)], only=[alone], signatures=[SCATTER] * 2)
+    run(where, pool_rules(2), [EmulatedSend(0, 1, 20_000)], only=[alone], signatures=[SCATTER] * 2)
     assert where.errors()[alone] == layout.ERROR_MISMATCH
 
 
@@ -596,14 +617,14 @@ def test_large_message_waits_in_different_collectives_end(alone: int) -> None:
 @pytest.mark.usefixtures("small_pool")
 @pytest.mark.parametrize("alone", [0, 1])
 def test_large_message_waits_for_an_exited_rank_end(alone: int) -> None:
-    where = Machine(2, timeout_s=60)
+    where = EmulatedMachine(2, timeout_s=60)
     where.host[alone][layout.HOST_EXITED] = 1 << 1 - alone
-    run(where, pool_rules(2), [Send(0, 1, 20_000)], only=[alone])
+    run(where, pool_rules(2), [EmulatedSend(0, 1, 20_000)], only=[alone])
     assert where.errors()[alone] == layout.ERROR_EXITED
 
 
 sends = st.builds(
-    Send,
+    EmulatedSend,
     src=st.integers(0, 2),
     dst=st.integers(0, 2),
     nbytes=st.one_of(st.integers(0, 600), st.integers(0, 40_000)),
@@ -619,8 +640,10 @@ sends = st.builds(
     frame=st.sampled_from(FRAMES),
 )
 @settings(max_examples=20, deadline=None)
-def test_random_messages_arrive(program: list[list[Send]], lanes: int, frame: Framing) -> None:
-    where = Machine(3)
+def test_random_messages_arrive(
+    program: list[list[EmulatedSend]], lanes: int, frame: Framing
+) -> None:
+    where = EmulatedMachine(3)
     for number, launch in enumerate(program):
         assert [
             text for text in run(where, rules(3, frame, lanes), launch, seed=number) if text

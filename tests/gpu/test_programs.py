@@ -14,7 +14,7 @@ from tests.gpu.emulator import folder, needs_compiler
 from tests.gpu.programs import __main__ as command
 from tests.gpu.programs import records as at
 from tests.gpu.programs.draw import draw
-from tests.gpu.programs.rank import Rank, touched
+from tests.gpu.programs.rank import ProgramRank, touched
 from tests.runtime.sweep_ranks import act_as_hosts
 from tests.support.ranks import run_ranks
 
@@ -29,7 +29,9 @@ def run_seeds(seeds: list[tuple[int, str]], ranks_per_host: int) -> None:
     rank, nranks = int(os.environ["MIRACCL_RANK"]), int(os.environ["MIRACCL_NRANKS"])
     for seed, dtype in seeds:
         try:
-            Rank(draw(seed, "own", nranks, "emulated", nsteps=25, dtypes=[dtype]), rank, {}).run()
+            ProgramRank(
+                draw(seed, "own", nranks, "emulated", nsteps=25, dtypes=[dtype]), rank, {}
+            ).run()
         except Exception as error:
             raise AssertionError(f"seed {seed}") from error
 

@@ -14,22 +14,22 @@ import pytest
 from miraccl.types import Collective
 
 from .protocols.chain import chain
-from .protocols.chunks import Queue, chunks
-from .protocols.chunks import Rules as Bulk
+from .protocols.chunks import ChunkQueue, chunks
+from .protocols.chunks import ChunkRules as Bulk
 from .protocols.order import unordered
-from .protocols.program import Cell, Kind, System, Thread
+from .protocols.program import Kind, MemoryCell, ModelSystem, Thread
 from .protocols.ring import ring
 from .protocols.rows import warp_queue
 from .protocols.search import search
 from .protocols.shots import rooted, shots
-from .protocols.steps import Rules as Simple
+from .protocols.steps import StepRules as Simple
 from .protocols.steps import line, steps
 from .protocols.trees import trees
 
 MOST = 40_000  # states of a search
 
 
-def agree(system: System) -> bool:
+def agree(system: ModelSystem) -> bool:
     """Return True if a system is correct, by all three tools."""
     every, few, one = (
         search(system, every=True, most=MOST),
@@ -40,7 +40,7 @@ def agree(system: System) -> bool:
     return not one
 
 
-def small_systems() -> Iterator[tuple[str, System]]:
+def small_systems() -> Iterator[tuple[str, ModelSystem]]:
     for nslots in (1, 2, 3):
         for rounds in (1, 2):
             yield (
@@ -94,7 +94,10 @@ def small_systems() -> Iterator[tuple[str, System]]:
     for more in ({}, {"early": 1}, {"credit_first": True}):
         yield f"lane {more}", warp_queue([1, 2, 1, 2, 2], fifo=4, quarter=1, **more)
     for more in ({}, {"fences": False}, {"waits_freed": False}):
-        yield f"chunks {more}", chunks([[Queue(1, (3,), 0, 2)]], Bulk(**more), blocks=1, taking=1)
+        yield (
+            f"chunks {more}",
+            chunks([[ChunkQueue(1, (3,), 0, 2)]], Bulk(**more), blocks=1, taking=1),
+        )
 
 
 SMALL = dict(small_systems())
@@ -109,10 +112,10 @@ def test_correct_and_weakened_kernels() -> None:
     assert 10 < sum(not unordered(system) for system in SMALL.values()) < len(SMALL) - 10
 
 
-def random_system(rng: random.Random) -> System:
+def random_system(rng: random.Random) -> ModelSystem:
     """Return two or three ranks with random sends and receives, usually nearly correct."""
     nranks, launches = rng.choice([2, 2, 3]), rng.choice([1, 1, 2, 3])
-    system = System(nranks)
+    system = ModelSystem(nranks)
     threads = [system.thread(rank) for rank in range(nranks)]
     ways = []
     for number in range(rng.randint(1, 4)):
@@ -122,7 +125,10 @@ def random_system(rng: random.Random) -> System:
             (
                 threads[src],
                 threads[dst],
-                [Cell(f"cell {number} of half {parity}", dst, kind, parity) for parity in range(2)],
+                [
+                    MemoryCell(f"cell {number} of half {parity}", dst, kind, parity)
+                    for parity in range(2)
+                ],
             )
         )
     halves = rng.choice([1, 2, 2])
@@ -139,11 +145,13 @@ def random_system(rng: random.Random) -> System:
     return system
 
 
-def random_launch(rng: random.Random, ways: list[tuple[Thread, Thread, Cell]], most: int) -> None:
-    sent: Counter[Cell] = Counter()
-    taken: Counter[Cell] = Counter()
+def random_launch(
+    rng: random.Random, ways: list[tuple[Thread, Thread, MemoryCell]], most: int
+) -> None:
+    sent: Counter[MemoryCell] = Counter()
+    taken: Counter[MemoryCell] = Counter()
 
-    def recv(target: Thread, cell: Cell) -> None:
+    def recv(target: Thread, cell: MemoryCell) -> None:
         reads = {Kind.PACKET: target.recv, Kind.COUNTER: target.reach, Kind.BUFFER: target.read}
         reads.get(cell.kind, target.wait_for)(cell, taken[cell])
         taken[cell] += 1

@@ -20,17 +20,17 @@ from miraccl.schedule.ir import Schedule
 from miraccl.types import Collective, DType, RedOp
 
 from .protocols.chain import chain
-from .protocols.chunks import Queue, chunks
-from .protocols.chunks import Rules as Bulk
+from .protocols.chunks import ChunkQueue, chunks
+from .protocols.chunks import ChunkRules as Bulk
 from .protocols.order import unkept, unordered
-from .protocols.program import System
+from .protocols.program import ModelSystem
 from .protocols.ring import ring
 from .protocols.rows import warp_queue
 from .protocols.search import search
 from .protocols.shots import parts, rooted, shots
-from .protocols.staged import Rules as Copies
+from .protocols.staged import StagedRules as Copies
 from .protocols.staged import staged
-from .protocols.steps import Rules as Simple
+from .protocols.steps import StepRules as Simple
 from .protocols.steps import line, steps
 from .protocols.trees import trees
 
@@ -63,7 +63,7 @@ def built(algo: str, collective: Collective, nranks: int) -> Schedule:
     return catalog.build(algo, collective, nranks)
 
 
-def holds(system: System) -> bool:
+def holds(system: ModelSystem) -> bool:
     """Return True if a system is correct; ``search`` and ``order`` must agree."""
     found = search(system, most=MOST)
     assert bool(found.wrong) == bool(unordered(system)), (
@@ -72,7 +72,7 @@ def holds(system: System) -> bool:
     return not found.wrong
 
 
-def always(system: System) -> bool:
+def always(system: ModelSystem) -> bool:
     """Return True if a system, too large to be searched, is correct."""
     return not unordered(system)
 
@@ -311,7 +311,7 @@ def test_two_halves_and_hellos_suffice_if_data_flow_one_way(nranks: int) -> None
             )
 
 
-def all_to_all_kernels(nranks: int, tiles: int) -> Iterator[System]:
+def all_to_all_kernels(nranks: int, tiles: int) -> Iterator[ModelSystem]:
     """Return a launch of each kernel whose results contain data of all ranks."""
     nslots = min(tiles, 4)
     for rounds in (1, 2):
@@ -320,7 +320,7 @@ def all_to_all_kernels(nranks: int, tiles: int) -> Iterator[System]:
     yield trees(Collective.ALL_REDUCE, nranks, tiles=tiles, nslots=nslots, lag=min(2, tiles - 1))
 
 
-def one_way(nranks: int, tiles: int, hellos: bool = True) -> Iterator[System]:
+def one_way(nranks: int, tiles: int, hellos: bool = True) -> Iterator[ModelSystem]:
     """Return a launch of each other packet kernel."""
     nslots = min(tiles, 4)
     for collective in ONE_WAY:
@@ -472,7 +472,7 @@ def test_a_row_fifo_holds_a_warps_rows_and_those_without_credit() -> None:
 
 @pytest.mark.parametrize(("blocks", "taking"), [(1, 1), (1, 2), (2, 1), (2, 2)])
 def test_grants_and_slots_of_large_messages(blocks: int, taking: int) -> None:
-    queues = [[Queue(1, (5, 4), 0, 2)]]
+    queues = [[ChunkQueue(1, (5, 4), 0, 2)]]
     assert holds(chunks(queues, Bulk(), blocks=blocks, taking=taking))
     for weaker in ({"fences": False}, {"waits_freed": False}, {"waits_grant": False}):
         assert not holds(chunks(queues, Bulk(**weaker), blocks=blocks, taking=taking))
@@ -480,9 +480,9 @@ def test_grants_and_slots_of_large_messages(blocks: int, taking: int) -> None:
 
 def test_queues_that_share_the_pool_from_launch_to_launch() -> None:
     both, second, first = (
-        [Queue(1, (4,), 0, 2), Queue(2, (3, 3), 2, 2)],
-        [Queue(2, (5,), 0, 4)],
-        [Queue(1, (3, 6), 0, 4)],
+        [ChunkQueue(1, (4,), 0, 2), ChunkQueue(2, (3, 3), 2, 2)],
+        [ChunkQueue(2, (5,), 0, 4)],
+        [ChunkQueue(1, (3, 6), 0, 4)],
     )
     for blocks, taking in ((1, 1), (2, 3), (3, 2)):
         assert always(chunks([both, second, first, both], Bulk(), blocks=blocks, taking=taking))
@@ -497,7 +497,7 @@ def test_every_block_of_a_sender_has_a_chunk() -> None:
     """A block without one might miss a grant. Large messages have more chunks than a launch has
     blocks.
     """
-    assert not holds(chunks([[Queue(1, (1, 1, 1), 0, 2)]], Bulk(), blocks=2, taking=1))
+    assert not holds(chunks([[ChunkQueue(1, (1, 1, 1), 0, 2)]], Bulk(), blocks=2, taking=1))
     least = -(
         -(layout.BULK_MIN_BYTES - 16 * max(first for _, first in layout.GROUP_SIZES.values()))
         // layout.CHUNK_BYTES
@@ -511,7 +511,7 @@ def test_slots_that_are_not_reused_are_not_reported_free() -> None:
     The next message's word for the slot comes from another multiprocessor and may land before it;
     the sender would wait for ever.
     """
-    queues = [[Queue(1, (4, 4), 0, 3)]]
+    queues = [[ChunkQueue(1, (4, 4), 0, 3)]]
     assert holds(chunks(queues, Bulk(), blocks=1, taking=2))
     assert not holds(chunks(queues, Bulk(all_freed=True), blocks=1, taking=2))
     assert holds(chunks(queues, Bulk(all_freed=True), blocks=1, taking=2, ordered=True))

@@ -20,7 +20,7 @@ from miraccl.schedule import catalog
 from miraccl.schedule.algos.double_binary_tree import TreePosition, tree_positions
 from miraccl.schedule.reduction import NUMPY_DTYPE, fold, premultiply
 from miraccl.types import Collective, DType, RedOp
-from tests.gpu.emulator import Machine, needs_compiler
+from tests.gpu.emulator import EmulatedMachine, needs_compiler
 from tests.gpu.emulator.collective import (
     launch_each,
     machine,
@@ -149,7 +149,11 @@ def along_trees(
 
 
 def check_sums(
-    machine: Machine, request: Request, plan: DevicePlan, order: Sequence[int] = (), repeat: int = 1
+    machine: EmulatedMachine,
+    request: Request,
+    plan: DevicePlan,
+    order: Sequence[int] = (),
+    repeat: int = 1,
 ) -> list[str]:
     """Run an all_reduce and compare every bit."""
     inputs = [make_input(rank, request.count, request.dtype, 1) for rank in range(request.nranks)]
@@ -236,7 +240,7 @@ def test_every_root(
 ) -> None:
     """Integers, exact in any order; two rank orders, with reused slots."""
     monkeypatch.setattr(layout, "HALF_BYTES", 64 << 10)
-    four = Machine(4)
+    four = EmulatedMachine(4)
     inputs = [
         np.random.default_rng(rank).integers(0, 60, 6001).astype(NUMPY_DTYPE[dtype])
         for rank in range(4)
@@ -297,11 +301,11 @@ def test_slots_are_reused(
         for name in ("nslots", "lookahead")
     )
     assert (nslots, ahead) == (4, 2)
-    fresh = Machine(nranks)
+    fresh = EmulatedMachine(nranks)
     assert run(fresh, request, plan, repeat=3, close=True) == [""] * nranks
 
 
-class OnlyNeighbours(Machine):
+class OnlyNeighbours(EmulatedMachine):
     """Machine that drops writes to ranks that are not neighbours in a tree."""
 
     nowhere = np.zeros(layout.TOTAL_BYTES, np.uint8)
@@ -331,7 +335,7 @@ def test_only_tree_neighbours_communicate() -> None:
 @pytest.mark.parametrize("collective", ALONG_TREES)
 def test_words_that_are_masked_to_ones(collective: Collective, nranks: int) -> None:
     """The maximum of equal words is sent unchanged, so escaped words pass every edge."""
-    fresh = Machine(nranks)
+    fresh = EmulatedMachine(nranks)
     request = replace(
         along(collective, DType.UINT32, 20_001, nranks, root=nranks - 1), op=RedOp.MAX
     )
@@ -366,14 +370,14 @@ def test_ranks_that_run_ahead(collective: Collective | None) -> None:
             kind, DType.INT32, (1, 2003, 100)[turn % 3], 4, algo, proto, root=turn // 7 % 4
         )
         operations.append((request, small_plan(request)))
-    assert [text for text in run_in_a_row(Machine(4), operations) if text] == []
+    assert [text for text in run_in_a_row(EmulatedMachine(4), operations) if text] == []
 
 
 @needs_compiler
 @pytest.mark.parametrize("collective", ALONG_TREES)
 def test_the_wait_for_an_absent_rank_ends(collective: Collective) -> None:
     """Including that of a broadcast's root, which needs no data."""
-    lonely = Machine(2, timeout_s=0.2)
+    lonely = EmulatedMachine(2, timeout_s=0.2)
     launch_each(lonely, [along(collective, DType.FLOAT32, 100, 2), None])
     assert lonely.errors() == [layout.ERROR_TIMEOUT, 0]
     assert int(lonely.host[0][layout.HOST_PEER]) == 1
@@ -381,7 +385,7 @@ def test_the_wait_for_an_absent_rank_ends(collective: Collective) -> None:
 
 @needs_compiler
 def test_different_sizes_are_a_mismatch() -> None:
-    three = Machine(3, timeout_s=60)
+    three = EmulatedMachine(3, timeout_s=60)
     launch_each(
         three,
         [along(Collective.ALL_REDUCE, DType.FLOAT32, count, 3) for count in (4000, 4000, 100)],

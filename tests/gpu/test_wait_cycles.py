@@ -18,14 +18,14 @@ from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.messages import LoweredMessages, P2pMessage, lower_messages
 from miraccl.executor.cuda.source import Framing
 from miraccl.types import DType
-from tests.gpu.emulator import Machine, launch, needs_compiler, patch_kernels, weak_memory
-from tests.gpu.emulator.exchange import THREADS, Send, blocks_of, hold_table, run
+from tests.gpu.emulator import EmulatedMachine, launch, needs_compiler, patch_kernels, weak_memory
+from tests.gpu.emulator.exchange import THREADS, EmulatedSend, blocks_of, hold_table, run
 from tests.gpu.test_messages import FRAMES, pool_rules, rules, shrink_pool
 
 pytestmark = needs_compiler
 
 
-def reported_cycle(where: Machine, rank: int) -> list[int]:
+def reported_cycle(where: EmulatedMachine, rank: int) -> list[int]:
     """Return the ranks of the cycle that a rank has reported, itself first."""
     host = where.host[rank]
     found = [rank, int(host[layout.HOST_PEER])]
@@ -36,31 +36,48 @@ def reported_cycle(where: Machine, rank: int) -> list[int]:
 
 LONG = 3 * 2 * layout.FIFO_ROWS * layout.ROW_BYTES  # more than two row FIFOs hold
 RIGHT = {
-    "a message before": [Send(0, 1, 40), Send(1, 0, LONG)],
-    "all at once": [Send(a, b, LONG) for a in range(3) for b in range(3)],
+    "a message before": [EmulatedSend(0, 1, 40), EmulatedSend(1, 0, LONG)],
+    "all at once": [EmulatedSend(a, b, LONG) for a in range(3) for b in range(3)],
 }
-CYCLES: dict[str, tuple[int, list[Send], dict[int, list[int]]]] = {
+CYCLES: dict[str, tuple[int, list[EmulatedSend], dict[int, list[int]]]] = {
     # ranks, messages that one side calls, the cycle that each rank reports
-    "receives": (2, [Send(1, 0, 40, half=0), Send(0, 1, 4000, half=1)], {0: [0, 1], 1: [1, 0]}),
-    "sends": (2, [Send(0, 1, LONG, half=0), Send(1, 0, LONG, half=1)], {0: [0, 1], 1: [1, 0]}),
+    "receives": (
+        2,
+        [EmulatedSend(1, 0, 40, half=0), EmulatedSend(0, 1, 4000, half=1)],
+        {0: [0, 1], 1: [1, 0]},
+    ),
+    "sends": (
+        2,
+        [EmulatedSend(0, 1, LONG, half=0), EmulatedSend(1, 0, LONG, half=1)],
+        {0: [0, 1], 1: [1, 0]},
+    ),
     "a ring of receives": (
         4,
-        [Send((r + 1) % 4, r, 40, half=r) for r in range(4)],
+        [EmulatedSend((r + 1) % 4, r, 40, half=r) for r in range(4)],
         {r: [(r + i) % 4 for i in range(4)] for r in range(4)},
     ),
     "a ring of sends": (
         3,
-        [Send(r, (r + 1) % 3, LONG, half=r) for r in range(3)],
+        [EmulatedSend(r, (r + 1) % 3, LONG, half=r) for r in range(3)],
         {r: [(r + i) % 3 for i in range(3)] for r in range(3)},
     ),
     "of both": (
         3,
-        [Send(0, 1, LONG, half=0), Send(2, 1, 9, half=1), Send(0, 2, 9, half=2)],
+        [
+            EmulatedSend(0, 1, LONG, half=0),
+            EmulatedSend(2, 1, 9, half=1),
+            EmulatedSend(0, 2, 9, half=2),
+        ],
         {0: [0, 1, 2], 1: [1, 2, 0], 2: [2, 0, 1]},
     ),
     "with a group": (
         3,
-        [Send(1, 0, 9, half=0), Send(0, 1, 9, half=1), Send(1, 2, LONG), Send(2, 1, LONG)],
+        [
+            EmulatedSend(1, 0, 9, half=0),
+            EmulatedSend(0, 1, 9, half=1),
+            EmulatedSend(1, 2, LONG),
+            EmulatedSend(2, 1, LONG),
+        ],
         {0: [0, 1], 1: [1, 0]},
     ),
 }
@@ -79,7 +96,7 @@ def test_cycles_are_reported(
     nranks, sends, cycles = CYCLES[case]
     if pool:
         shrink_pool(monkeypatch)
-    where = Machine(nranks, timeout_s=60)
+    where = EmulatedMachine(nranks, timeout_s=60)
     for before in RIGHT.values():
         right_before = [send for send in before if max(send.src, send.dst) < nranks]
         assert [text for text in run(where, pool_rules(nranks, frame), right_before) if text] == []
@@ -90,28 +107,40 @@ def test_cycles_are_reported(
 
 def test_a_rank_that_waits_for_a_cycle_is_not_in_it() -> None:
     """Its host is notified by theirs."""
-    where = Machine(3, timeout_s=1.5)
-    run(where, rules(3), [Send(1, 0, 9, half=0), Send(0, 1, 9, half=1), Send(1, 2, 9, half=2)])
+    where = EmulatedMachine(3, timeout_s=1.5)
+    run(
+        where,
+        rules(3),
+        [
+            EmulatedSend(1, 0, 9, half=0),
+            EmulatedSend(0, 1, 9, half=1),
+            EmulatedSend(1, 2, 9, half=2),
+        ],
+    )
     assert where.errors() == [layout.ERROR_CYCLE, layout.ERROR_CYCLE, layout.ERROR_TIMEOUT]
 
 
 MAY_PROCEED = {
-    "the other one sends, too": [Send(0, 1, LONG, half=0), Send(1, 0, 40)],
-    "nobody has begun": [Send(1, 0, 40, half=0), Send(2, 1, 40, half=1)],
-    "the last one holds nobody": [Send(1, 0, 40, half=0), Send(2, 1, 40, half=1), Send(1, 2, 40)],
+    "the other one sends, too": [EmulatedSend(0, 1, LONG, half=0), EmulatedSend(1, 0, 40)],
+    "nobody has begun": [EmulatedSend(1, 0, 40, half=0), EmulatedSend(2, 1, 40, half=1)],
+    "the last one holds nobody": [
+        EmulatedSend(1, 0, 40, half=0),
+        EmulatedSend(2, 1, 40, half=1),
+        EmulatedSend(1, 2, 40),
+    ],
 }
 
 
 @pytest.mark.parametrize("case", MAY_PROCEED)
 def test_waits_for_ranks_that_may_proceed_last_until_the_deadline(case: str) -> None:
-    where = Machine(3, timeout_s=0.5)
+    where = EmulatedMachine(3, timeout_s=0.5)
     run(where, rules(3), MAY_PROCEED[case])
     assert set(where.errors()) == {0, layout.ERROR_TIMEOUT}
 
 
 def test_stale_wait_words_form_no_cycle() -> None:
-    where = Machine(2, timeout_s=0.5)
-    run(where, rules(2), [Send(1, 0, 40)], only=[0])
+    where = EmulatedMachine(2, timeout_s=0.5)
+    run(where, rules(2), [EmulatedSend(1, 0, 40)], only=[0])
     assert where.errors() == [layout.ERROR_TIMEOUT, 0]
     for words in (
         *where.host,
@@ -119,19 +148,19 @@ def test_stale_wait_words_form_no_cycle() -> None:
     ):
         words[:] = 0  # as if the wait had not ended by its deadline
     where.timeout_ns = int(20e9)
-    assert [text for text in run(where, rules(2), [Send(1, 0, 40)]) if text] == []
+    assert [text for text in run(where, rules(2), [EmulatedSend(1, 0, 40)]) if text] == []
     where.timeout_ns = int(0.5e9)
-    run(where, rules(2), [Send(0, 1, 40)], only=[1])
+    run(where, rules(2), [EmulatedSend(0, 1, 40)], only=[1])
     assert where.errors() == [0, layout.ERROR_TIMEOUT]
 
 
 @pytest.mark.parametrize("signature", [0, 77], ids=["plain", "collective"])
 def test_nothing_is_sent_behind_a_failed_wait(signature: int) -> None:
     """It may depend on the missing message: neither header row nor row count advances."""
-    where = Machine(2, timeout_s=0.5)
-    run(where, rules(2), [Send(1, 0, 40)], only=[0], signatures=[signature] * 2)
+    where = EmulatedMachine(2, timeout_s=0.5)
+    run(where, rules(2), [EmulatedSend(1, 0, 40)], only=[0], signatures=[signature] * 2)
     rings = where.memory[1][layout.ROW_FIFOS_OFFSET :][: layout.ROW_FIFOS_BYTES].copy()
-    run(where, rules(2), [Send(0, 1, 40)], only=[0], signatures=[signature] * 2)
+    run(where, rules(2), [EmulatedSend(0, 1, 40)], only=[0], signatures=[signature] * 2)
     assert (where.memory[1][layout.ROW_FIFOS_OFFSET :][: layout.ROW_FIFOS_BYTES] == rings).all()
     assert not where.memory[0][layout.ROWS_SENT_OFFSET : layout.ROWS_RECEIVED_OFFSET].any()
 
@@ -163,7 +192,7 @@ def failures_of(seed: int, pool: bool, timeout_s: float = 30.0) -> str:
         ends = [[src, (src + 1) % nranks] for src, _ in ends]
     sources = [np.frombuffer(rng.randbytes(rng.choice(SIZES)), np.uint8) for _ in ends]
     targets = [np.full(source.size, 0x5A, np.uint8) for source in sources]
-    where, found, keep = Machine(nranks, timeout_s), pool_rules(nranks, frame), []
+    where, found, keep = EmulatedMachine(nranks, timeout_s), pool_rules(nranks, frame), []
     programs: list[list[LoweredMessages]] = []
     for rank in range(nranks):
         mine = []

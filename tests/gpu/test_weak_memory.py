@@ -17,9 +17,9 @@ from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.executor.cuda.source import Framing
 from miraccl.types import Collective, DType
-from tests.gpu.emulator import Machine, needs_compiler, patch_kernels, weak_memory
+from tests.gpu.emulator import EmulatedMachine, needs_compiler, patch_kernels, weak_memory
 from tests.gpu.emulator.collective import make_request, run, run_in_a_row
-from tests.gpu.emulator.exchange import Send
+from tests.gpu.emulator.exchange import EmulatedSend
 from tests.gpu.emulator.exchange import run as exchange
 from tests.gpu.test_messages import pool_rules, rules, shrink_pool
 
@@ -75,7 +75,9 @@ def packet_errors(
     plan = DevicePlan(algo=algo, proto="ll128", blocks=2, threads=32, unroll=1)
     for seed in seeds:
         with weak_memory(seed):
-            yield from filter(None, run_in_a_row(Machine(nranks, timeout_s), [(request, plan)] * 4))
+            yield from filter(
+                None, run_in_a_row(EmulatedMachine(nranks, timeout_s), [(request, plan)] * 4)
+            )
 
 
 @pytest.mark.parametrize(("collective", "algo", "nranks"), PACKETS)
@@ -139,7 +141,7 @@ def double_buffered_errors(
                 *once,
                 (request, plan),
             ]
-            yield from filter(None, run_in_a_row(Machine(nranks, timeout_s), launches))
+            yield from filter(None, run_in_a_row(EmulatedMachine(nranks, timeout_s), launches))
 
 
 @pytest.mark.parametrize("nranks", [2, 3])
@@ -168,7 +170,7 @@ def step_errors(algo: str, seeds: Sequence[int] = SEEDS, timeout_s: float = 60.0
     plan = DevicePlan(algo=algo, proto="simple", blocks=2, threads=32, unroll=1)
     for seed in seeds:
         with weak_memory(seed):
-            yield from filter(None, run(Machine(2, timeout_s), request, plan, repeat=3))
+            yield from filter(None, run(EmulatedMachine(2, timeout_s), request, plan, repeat=3))
 
 
 @pytest.fixture
@@ -196,9 +198,9 @@ def message_errors(
     large: bool, seeds: Sequence[int] = SEEDS, timeout_s: float = 60.0
 ) -> Iterator[str]:
     sizes = (5000, 9000, 40_000) if large else (1, 500, 9000)
-    sends = [Send(src, 1 - src, size) for size in sizes for src in (0, 1)]
+    sends = [EmulatedSend(src, 1 - src, size) for size in sizes for src in (0, 1)]
     for seed in seeds:
-        where = Machine(2, timeout_s)
+        where = EmulatedMachine(2, timeout_s)
         with weak_memory(seed):
             for _ in range(3):
                 yield from filter(

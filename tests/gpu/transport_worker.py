@@ -37,7 +37,7 @@ from tests.gpu.worker import compare, make_input, to_cpu, to_gpu, torch_dtype
 TIMEOUT = float(os.environ.get("TEST_TIMEOUT", "60"))
 
 
-class OneHost(worker.Rank):
+class OneHost(worker.CaseRank):
     """Cases of ``worker``, and queries about the connections."""
 
     def run(self, case: dict[str, Any]) -> str:

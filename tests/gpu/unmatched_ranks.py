@@ -22,7 +22,7 @@ from tests.gpu.fake_cuda import FakeArray, FakeCuda
 from tests.gpu.fake_ranks import session
 
 
-class Rank:
+class UnmatchedRank:
     """Communicator and calls of the tests.
 
     ``hosts``: a letter per rank, empty for one host; kernels are emulated where ranks share a host.
@@ -118,9 +118,9 @@ class Rank:
 
 
 @contextmanager
-def rank(hosts: str, timeout: float = 60.0) -> Iterator[Rank]:
+def rank(hosts: str, timeout: float = 60.0) -> Iterator[UnmatchedRank]:
     with session() as world:
-        yield Rank(world, hosts, timeout)
+        yield UnmatchedRank(world, hosts, timeout)
 
 
 def error_of(call: Callable[[], Any]) -> str:

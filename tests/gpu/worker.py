@@ -66,7 +66,7 @@ def to_cpu(torch: Any, tensor: Any, dtype: DType) -> Any:
     return tensor.view(getattr(torch, signed)).cpu().numpy().view(NUMPY_DTYPE[dtype])
 
 
-class Rank:
+class CaseRank:
     """Communicator with its case runner."""
 
     def __init__(self) -> None:
@@ -518,7 +518,7 @@ def compare(got: Any, want: Any, dtype: DType, scale: Any) -> str:
 
 def main() -> None:
     cases = json.loads(sys.stdin.read())
-    rank, answers = Rank(), []
+    rank, answers = CaseRank(), []
     for case in cases:
         try:
             answers.append(rank.run(case))

@@ -50,7 +50,7 @@ class Direct:
         return int(code)
 
 
-class Rank(emulated_ranks.Rank):
+class Rank(emulated_ranks.EmulatedRank):
     """A communicator whose GPU side treats CPU tensors as GPU tensors."""
 
     def __init__(self, world: Any, timeout: float) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tests.gpu.programs.draw import draw
-from tests.gpu.programs.rank import Rank
+from tests.gpu.programs.rank import ProgramRank
 
 
 def run_seeds(path: str, api: str, seeds: list[int], nsteps: int) -> None:
@@ -18,6 +18,6 @@ def run_seeds(path: str, api: str, seeds: list[int], nsteps: int) -> None:
     for seed in seeds:
         program = draw(seed, api, nranks, "cpu", nsteps=nsteps)
         try:
-            Rank(program, rank, {"path": f"{path}-{seed}", "backend": "miraccl"}).run()
+            ProgramRank(program, rank, {"path": f"{path}-{seed}", "backend": "miraccl"}).run()
         except Exception as error:
             raise AssertionError(f"seed {seed}") from error

@@ -14,8 +14,8 @@ pytest.importorskip(
 
 from tests.gpu.programs import records as at
 from tests.gpu.programs.draw import draw
-from tests.gpu.programs.orchestrator import Job, RankProcesses
-from tests.gpu.programs.rank import Rank, touched
+from tests.gpu.programs.orchestrator import ProgramJob, RankProcesses
+from tests.gpu.programs.rank import ProgramRank, touched
 from tests.support.ranks import run_ranks
 from tests.torch import programs
 
@@ -89,7 +89,7 @@ def bodies(steps: Any) -> list[Any]:
 def test_a_wrong_element_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flip one bit of one buffer in a program of one rank."""
     program = draw(3, "own", 1, "cpu", nsteps=20)
-    rank = Rank(program, 0, {})
+    rank = ProgramRank(program, 0, {})
     monkeypatch.setattr(rank.calls, "check", lambda: rank.place.memory[4].bits.__ixor__(1))
     with pytest.raises(AssertionError, match=r"are wrong, .* buffer 4, touched by"):
         rank.run()
@@ -98,7 +98,7 @@ def test_a_wrong_element_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.multiprocess
 def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
-    job = Job(
+    job = ProgramJob(
         seeds=range(1),
         nranks=2,
         device="cpu",

@@ -104,7 +104,7 @@ def shared(kind: type[Word], name: str) -> Word:
     return kind.in_dll(ctypes.CDLL(str(machine_library())), name)
 
 
-class Clock:
+class EmulatorClock:
     """Clock of all emulated GPUs of this process."""
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ def compile_kernel(spec: KernelSpec) -> Any:
     return _loaded[key]
 
 
-class Machine:
+class EmulatedMachine:
     """``nranks`` GPUs: symmetric memory as after the start of a communicator, and host words."""
 
     def __init__(self, nranks: int, timeout_s: float = 20.0) -> None:

@@ -18,7 +18,7 @@ from miraccl.executor.cuda.plan import DevicePlan, Request, kernel_spec
 from miraccl.schedule.interpret import expected_outputs
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
-from tests.gpu.emulator import Machine
+from tests.gpu.emulator import EmulatedMachine
 from tests.gpu.worker import compare, make_input
 
 _SHARED_IN = (Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
@@ -26,8 +26,8 @@ _GATHERED_OUT = (Collective.ALL_GATHER, Collective.ALL_TO_ALL)
 
 
 @functools.cache
-def machine(nranks: int) -> Machine:
-    return Machine(nranks)
+def machine(nranks: int) -> EmulatedMachine:
+    return EmulatedMachine(nranks)
 
 
 def make_request(
@@ -76,7 +76,7 @@ def masked_to_ones(count: int, launch: int, seed: int) -> Any:
 
 
 def run(
-    machine: Machine,
+    machine: EmulatedMachine,
     asked: Request,
     plan: DevicePlan | None = None,
     *,
@@ -140,7 +140,7 @@ def run(
     return answers
 
 
-def launch_each(machine: Machine, requests: Sequence[Request | None]) -> None:
+def launch_each(machine: EmulatedMachine, requests: Sequence[Request | None]) -> None:
     """Run one launch with a request per rank; None: the rank does not launch."""
     first = next(request for request in requests if request is not None)
     args, blocks, held = [], [], np.zeros((len(requests), 64 << 10), np.uint8)
@@ -154,7 +154,9 @@ def launch_each(machine: Machine, requests: Sequence[Request | None]) -> None:
     machine.launch(kernel_spec(small_plan(first), first), args, blocks)
 
 
-def run_in_a_row(machine: Machine, operations: Sequence[tuple[Request, DevicePlan]]) -> list[str]:
+def run_in_a_row(
+    machine: EmulatedMachine, operations: Sequence[tuple[Request, DevicePlan]]
+) -> list[str]:
     """Run in-place operations on integers, ranks unsynchronised; return the differences."""
     launches, held, wants = [], [], []
     for number, (asked, plan) in enumerate(operations):
@@ -180,7 +182,7 @@ def run_in_a_row(machine: Machine, operations: Sequence[tuple[Request, DevicePla
 
 
 def _lowered(
-    machine: Machine,
+    machine: EmulatedMachine,
     asked: Request,
     plan: DevicePlan,
     sources: Sequence[Any],

@@ -17,13 +17,13 @@ from miraccl.executor.cuda.messages import (
     lower_messages,
 )
 from miraccl.types import DType
-from tests.gpu.emulator import Machine
+from tests.gpu.emulator import EmulatedMachine
 
 THREADS = 64
 
 
 @dataclass(frozen=True)
-class Send:
+class EmulatedSend:
     """One message; arrays start ``offset`` bytes after an aligned address.
 
     ``expected``: bytes that the receiver expects. ``half``: the only rank that calls it.
@@ -63,9 +63,9 @@ def blocks_of(lowered: LoweredMessages) -> int:
 
 
 def run(
-    machine: Machine,
+    machine: EmulatedMachine,
     rules: WarpQueueRules,
-    sends: Sequence[Send],
+    sends: Sequence[EmulatedSend],
     seed: int = 0,
     only: Sequence[int] | None = None,
     signatures: Sequence[int] = (),

@@ -8,7 +8,7 @@ import time
 
 from tests.gpu.gpus import need_gpus
 from tests.gpu.programs.draw import draw
-from tests.gpu.programs.orchestrator import Job, run_programs
+from tests.gpu.programs.orchestrator import ProgramJob, run_programs
 
 
 def main() -> int:
@@ -53,7 +53,7 @@ def main() -> int:
         )
     api = given.api or ("own" if given.device == "emulated" else "both")
     plain = given.backend != "miraccl"
-    job = Job(
+    job = ProgramJob(
         seeds=range(given.first, given.first + given.seeds),
         nranks=given.ranks,
         device=given.device,

@@ -16,11 +16,11 @@ from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import place, seen
 from tests.gpu.programs import records as at
 from tests.gpu.programs.draw_calls import NSTREAMS
-from tests.gpu.programs.memory import GpuMemory, Memory
+from tests.gpu.programs.memory import BufferMemory, GpuBuffersMemory
 from tests.runtime.reference import DTYPES
 
 
-class Emulated(GpuMemory):
+class Emulated(GpuBuffersMemory):
     """Emulated memory and streams.
 
     Streams are handles; fills and copies are work of a stream like kernels. Only the default stream
@@ -50,7 +50,9 @@ class Emulated(GpuMemory):
         else:
             whole = empty(count, DTYPES[buffer.dtype], device="cuda").miraccl_view
         memory: DeviceMemory = whole.slice(skew, buffer.count)
-        self.memory[buffer.number] = Memory(memory, seen(memory).view(f"i{buffer.dtype.itemsize}"))
+        self.memory[buffer.number] = BufferMemory(
+            memory, seen(memory).view(f"i{buffer.dtype.itemsize}")
+        )
 
     def part(self, view: at.View, index: int) -> Any:
         memory = self.memory[view.buffer].array

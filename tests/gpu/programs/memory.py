@@ -26,7 +26,7 @@ _SIGNED = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 @dataclass(frozen=True)
-class Memory:
+class BufferMemory:
     """Buffer memory: ``array`` provides parts for calls, ``bits`` the same memory as integers."""
 
     array: Any
@@ -39,17 +39,17 @@ def torch_dtype(dtype: DType) -> Any:
     return getattr(torch, {DType.FLOAT8_E4M3: "float8_e4m3fn"}.get(dtype, dtype.label))
 
 
-def on_host(count: int, dtype: DType, skew: int, as_torch: bool, whole: Any = None) -> Memory:
+def on_host(count: int, dtype: DType, skew: int, as_torch: bool, whole: Any = None) -> BufferMemory:
     """Return memory in the host; ``whole``: in place, else a copy."""
     kind = DTYPES[dtype]
     whole = np.empty(count + skew, kind) if whole is None else whole
     bits = whole[skew:].view(_SIGNED[dtype.itemsize])
     bits[:] = 0
     if not as_torch:
-        return Memory(whole[skew:], bits)
+        return BufferMemory(whole[skew:], bits)
     import torch
 
-    return Memory(torch.from_numpy(bits).view(torch_dtype(dtype)), bits)
+    return BufferMemory(torch.from_numpy(bits).view(torch_dtype(dtype)), bits)
 
 
 class CpuMemory:
@@ -58,7 +58,7 @@ class CpuMemory:
     on_gpu = False
 
     def __init__(self) -> None:
-        self.memory: dict[int, Memory] = {}
+        self.memory: dict[int, BufferMemory] = {}
 
     def allocate(self, buffer: at.Buffer, rank: int, empty: Callable[..., Any] | None) -> None:
         """Allocate a buffer; ``empty`` allocates window memory."""
@@ -128,7 +128,7 @@ def bits_of(thing: Any) -> Any:
     return flat.view(getattr(torch, _SIGNED[flat.element_size()])).numpy()
 
 
-class GpuMemory(CpuMemory):
+class GpuBuffersMemory(CpuMemory):
     """Memory with GPU streams, whose kind a subclass defines. ``_streams[0]`` is the default
     stream.
     """
@@ -221,7 +221,7 @@ class GpuMemory(CpuMemory):
         self._last.clear()
 
 
-class Cuda(GpuMemory):
+class Cuda(GpuBuffersMemory):
     def __init__(self, ordinal: int) -> None:
         import torch
 
@@ -250,7 +250,7 @@ class Cuda(GpuMemory):
         else:
             whole = empty(buffer.count + skew, dtype, device="cuda")
         bits = getattr(self._torch, _SIGNED[buffer.dtype.itemsize])
-        self.memory[buffer.number] = Memory(whole[skew:], whole.view(bits)[skew:])
+        self.memory[buffer.number] = BufferMemory(whole[skew:], whole.view(bits)[skew:])
         for kind in KINDS:
             on_device(buffer.dtype, kind)  # now, not inside of a capture
 

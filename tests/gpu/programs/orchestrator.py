@@ -24,7 +24,7 @@ LOOK_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class ProgramJob:
     """Programs to run: these seeds, ``apis`` in turn."""
 
     seeds: range
@@ -42,7 +42,7 @@ class Job:
 
 
 @dataclass
-class Outcome:
+class ProgramOutcome:
     passed: int = 0
     failed: dict[int, str] = field(default_factory=dict)
 
@@ -50,7 +50,7 @@ class Outcome:
 class RankProcesses:
     """Processes of all ranks, which run one program after another."""
 
-    def __init__(self, job: Job, folder: Path) -> None:
+    def __init__(self, job: ProgramJob, folder: Path) -> None:
         self._folder, self._job = folder, job
         self._answers: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self._errors = [(folder / f"stderr-{rank}").open("w+") for rank in range(job.nranks)]
@@ -164,9 +164,9 @@ class RankProcesses:
         return statuses
 
 
-def run_programs(job: Job, say: Callable[[str], None]) -> Outcome:
+def run_programs(job: ProgramJob, say: Callable[[str], None]) -> ProgramOutcome:
     """Run the programs; after a failure, in new processes."""
-    outcome, begin, crew, first = Outcome(), time.monotonic(), None, 0
+    outcome, begin, crew, first = ProgramOutcome(), time.monotonic(), None, 0
     last_said = begin
     with tempfile.TemporaryDirectory(prefix="programs-") as name:
         for number, seed in enumerate(job.seeds):

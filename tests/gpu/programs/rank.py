@@ -46,7 +46,7 @@ class ProgressFile:
         self._memory[:] = text.encode()[:NOTE_BYTES].ljust(NOTE_BYTES, b" ")
 
 
-class Rank:
+class ProgramRank:
     """One rank in one program."""
 
     def __init__(
@@ -318,7 +318,7 @@ def main() -> None:
             program = draw(
                 order["seed"], order["api"], order["nranks"], order["device"], **order["options"]
             )
-            Rank(program, rank, order["meeting"], notes).run()
+            ProgramRank(program, rank, order["meeting"], notes).run()
         except BaseException as problem:
             where = "" if isinstance(problem, AssertionError) else f"\n{traceback.format_exc()}"
             error = f"{type(problem).__name__}: {problem}{where}"

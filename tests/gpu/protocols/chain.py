@@ -5,7 +5,7 @@ warp each.
 
 from __future__ import annotations
 
-from .program import Cell, Kind, System, Thread
+from .program import Kind, MemoryCell, ModelSystem, Thread
 
 
 def chain(
@@ -19,13 +19,13 @@ def chain(
     all_acks: bool = False,
     hellos: bool = True,
     halves: int = 2,
-) -> System:
+) -> ModelSystem:
     """Return the model; the options weaken it.
 
     ``settles``: an ack is sent after its slot has been seen cleared. ``early``: tiles by which a
     sender runs ahead of its acks. ``all_acks``: also send acks that are never awaited.
     """
-    system = System(nranks)
+    system = ModelSystem(nranks)
     for rank in range(nranks):
         thread, first, last = system.thread(rank), rank == 0, rank == nranks - 1
         for launch in range(launches):
@@ -65,13 +65,13 @@ def await_hellos(thread: Thread, nranks: int, parity: int) -> None:
             thread.recv(hello_word(thread.rank, peer, parity), 0)
 
 
-def packet_cell(dst: int, parity: int, slot: int) -> Cell:
-    return Cell(f"slot {slot} of half {parity}", dst, Kind.PACKET, parity)
+def packet_cell(dst: int, parity: int, slot: int) -> MemoryCell:
+    return MemoryCell(f"slot {slot} of half {parity}", dst, Kind.PACKET, parity)
 
 
-def hello_word(dst: int, src: int, parity: int) -> Cell:
-    return Cell(f"hello of half {parity} from rank {src}", dst, Kind.PACKET, parity)
+def hello_word(dst: int, src: int, parity: int) -> MemoryCell:
+    return MemoryCell(f"hello of half {parity} from rank {src}", dst, Kind.PACKET, parity)
 
 
-def ack_word(dst: int, src: int, parity: int) -> Cell:
-    return Cell(f"ack of half {parity} from rank {src}", dst, Kind.COUNTER, parity)
+def ack_word(dst: int, src: int, parity: int) -> MemoryCell:
+    return MemoryCell(f"ack of half {parity} from rank {src}", dst, Kind.COUNTER, parity)

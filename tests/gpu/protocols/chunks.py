@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .program import Cell, Kind, System, Thread
+from .program import Kind, MemoryCell, ModelSystem, Thread
 
 HALVES = range(2)
 
 
 @dataclass(frozen=True)
-class Queue:
+class ChunkQueue:
     """Large messages of a launch from ``sender``, as chunks, and their share of the receiver's
     pool.
     """
@@ -28,7 +28,7 @@ class Queue:
 
 
 @dataclass(frozen=True)
-class Rules:
+class ChunkRules:
     """Options that weaken the model.
 
     ``fences``: fence before a chunk is marked arrived. ``waits_freed``: wait for a reused slot.
@@ -43,23 +43,25 @@ class Rules:
 
 
 def chunks(
-    launches: Sequence[Sequence[Queue]],
-    rules: Rules,
+    launches: Sequence[Sequence[ChunkQueue]],
+    rules: ChunkRules,
     *,
     blocks: int,
     taking: int,
     ordered: bool = False,
-) -> System:
+) -> ModelSystem:
     """Return the model; a queue has ``blocks`` sender blocks and ``taking`` receiver blocks."""
     senders = sorted({queue.sender for queues in launches for queue in queues})
-    system = System(1 + len(senders), ordered=ordered)
+    system = ModelSystem(1 + len(senders), ordered=ordered)
     for src in senders:
         sending = [system.thread(src, f"block {block}") for block in range(blocks)]
         receiving = [system.thread(0, f"block {block} for rank {src}") for block in range(taking)]
         last = system.thread(0, f"the last block for rank {src}")
         number = 0
         for launch, queues in enumerate(launches):
-            queue = next((queue for queue in queues if queue.sender == src), Queue(src, (), 0, 1))
+            queue = next(
+                (queue for queue in queues if queue.sender == src), ChunkQueue(src, (), 0, 1)
+            )
             for thread in (*sending, *receiving, last):
                 thread.begin(launch, -1)
             for m, count in enumerate(queue.messages):
@@ -83,7 +85,9 @@ def chunks(
     return system
 
 
-def _send(thread: Thread, queue: Queue, rules: Rules, number: int, own_count: range) -> None:
+def _send(
+    thread: Thread, queue: ChunkQueue, rules: ChunkRules, number: int, own_count: range
+) -> None:
     """Model one message of ``send_bulk``."""
     if rules.waits_grant:
         thread.wait_for(grant_of(queue.sender), number)
@@ -102,7 +106,7 @@ def _send(thread: Thread, queue: Queue, rules: Rules, number: int, own_count: ra
 
 
 def _receive(
-    thread: Thread, queue: Queue, rules: Rules, number: int, own_count: range, count: int
+    thread: Thread, queue: ChunkQueue, rules: ChunkRules, number: int, own_count: range, count: int
 ) -> None:
     """Model one message of ``recv_bulk``."""
     for k in own_count:
@@ -118,21 +122,23 @@ def chunk_tag(src: int, number: int, chunk: int) -> int:
     return (src * 10 + number) * 10 + chunk
 
 
-def slot_at(slot: int) -> list[Cell]:
-    return [Cell(f"slot {slot}, half {half}", 0, Kind.BUFFER, None) for half in HALVES]
+def slot_at(slot: int) -> list[MemoryCell]:
+    return [MemoryCell(f"slot {slot}, half {half}", 0, Kind.BUFFER, None) for half in HALVES]
 
 
-def arrived_of(slot: int) -> Cell:
-    return Cell(f"arrived in slot {slot}", 0, Kind.WORD, None)
+def arrived_of(slot: int) -> MemoryCell:
+    return MemoryCell(f"arrived in slot {slot}", 0, Kind.WORD, None)
 
 
-def freed_of(src: int, packet_cell: int) -> Cell:
-    return Cell(f"freed {packet_cell}", src, Kind.WORD, None)
+def freed_of(src: int, packet_cell: int) -> MemoryCell:
+    return MemoryCell(f"freed {packet_cell}", src, Kind.WORD, None)
 
 
-def grant_of(src: int) -> Cell:
-    return Cell("grant", src, Kind.WORD, None)
+def grant_of(src: int) -> MemoryCell:
+    return MemoryCell("grant", src, Kind.WORD, None)
 
 
-def ended_of(src: int, block: int) -> Cell:
-    return Cell(f"messages from rank {src} that block {block} has ended", 0, Kind.COUNTER, None)
+def ended_of(src: int, block: int) -> MemoryCell:
+    return MemoryCell(
+        f"messages from rank {src} that block {block} has ended", 0, Kind.COUNTER, None
+    )

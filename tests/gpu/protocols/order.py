@@ -25,7 +25,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from .program import EMPTY, LAUNCH, Code, Kind, Op, System
+from .program import EMPTY, LAUNCH, Code, Kind, ModelSystem, ThreadOp
 
 Knowledge = NDArray[
     np.int32
@@ -36,7 +36,7 @@ Knowledge = NDArray[
 class Store:
     source: int
     thread: int
-    op: Op
+    op: ThreadOp
     known: Knowledge
     reads: list[tuple[int, int]] = field(default_factory=list)  # (thread, operation)
 
@@ -45,12 +45,12 @@ class Store:
         return EMPTY if self.op.code is Code.CLEAR else self.op.value
 
 
-def unordered(system: System) -> str:
+def unordered(system: ModelSystem) -> str:
     """Return what is left to chance; empty if nothing."""
     return _Run(system).run()
 
 
-def unkept(system: System) -> str:
+def unkept(system: ModelSystem) -> str:
     """Return the violated guarantees of a launch; empty if none.
 
     A rank that ends it has learned, directly or through others, that every rank has begun it; and
@@ -62,7 +62,7 @@ def unkept(system: System) -> str:
 
 
 class _Run:
-    def __init__(self, system: System) -> None:
+    def __init__(self, system: ModelSystem) -> None:
         self.system = system
         self.ranks = [thread.rank for thread in system.threads]
         self.threads = len(self.ranks)
@@ -72,7 +72,7 @@ class _Run:
         self.flying: list[list[tuple[int, int]]] = [
             [] for _ in self.ranks
         ]  # stores of each thread: cell, and how many this had with it
-        self.begun: list[tuple[int, Op, Knowledge]] = []
+        self.begun: list[tuple[int, ThreadOp, Knowledge]] = []
         self.ended: list[tuple[int, Knowledge]] = []
         self.wrong = ""
 
@@ -94,7 +94,7 @@ class _Run:
             return "nobody can go on"
         return self.wrong or self.look_back()
 
-    def do(self, thread: int, op: Op) -> bool:
+    def do(self, thread: int, op: ThreadOp) -> bool:
         """Perform one operation; return False if it has to wait."""
         known, packet_cell = self.known[thread], self.places[thread]
         if op.code in (Code.STORE, Code.CLEAR):
@@ -123,7 +123,7 @@ class _Run:
         known[thread] = self.places[thread] = packet_cell + 1
         return True
 
-    def issue(self, thread: int, op: Op) -> None:
+    def issue(self, thread: int, op: ThreadOp) -> None:
         source = self.ranks[thread] if self.system.ordered else thread
         history = self.stores[op.cell]
         if (
@@ -136,7 +136,7 @@ class _Run:
         history.append(Store(source, thread, op, self.known[thread].copy()))
         self.flying[thread].append((op.cell, len(history)))
 
-    def met(self, op: Op) -> int | None:
+    def met(self, op: ThreadOp) -> int | None:
         """Return the number (from 1) of the store whose value a read gets; None if it has not been
         sent.
         """
@@ -155,7 +155,7 @@ class _Run:
             self.wrong = f"{self.system.text(op)}, where {self.system.value(op.cell, last)} is"
         return len(history)
 
-    def end(self, thread: int, op: Op) -> bool:
+    def end(self, thread: int, op: ThreadOp) -> bool:
         """End all threads of a rank together; their stores to the rank's own memory have landed."""
         rank = self.ranks[thread]
         team = [other for other, own_count in enumerate(self.ranks) if own_count == rank]
@@ -232,7 +232,7 @@ class _Run:
                     return f"{self.system.location(number)} may not be empty"
         return ""
 
-    def tell(self, thread: int, op: Op, why: str) -> None:
+    def tell(self, thread: int, op: ThreadOp, why: str) -> None:
         self.wrong = (
             self.wrong or f"{self.system.threads[thread].name} {self.system.text(op)}: {why}"
         )

@@ -39,7 +39,7 @@ class Kind(enum.Enum):
     COUNTER = enum.auto()  # grows; a wait ends at the value or a larger one
 
 
-class Cell(NamedTuple):
+class MemoryCell(NamedTuple):
     name: str
     rank: int  # owner of the memory
     kind: Kind
@@ -60,7 +60,7 @@ class Code(enum.IntEnum):
     ARRIVE = 10  # to the end, where the rank's other threads wait
 
 
-class Op(NamedTuple):
+class ThreadOp(NamedTuple):
     code: Code
     cell: int = 0
     value: int = 0
@@ -70,10 +70,10 @@ class Op(NamedTuple):
 class Thread:
     """Thread of ``rank``; a kernel's model appends its operations by these methods."""
 
-    system: System
+    system: ModelSystem
     rank: int
     name: str
-    ops: list[Op] = field(default_factory=list)
+    ops: list[ThreadOp] = field(default_factory=list)
     launch: int = 0
 
     def begin(self, launch: int, parity: int) -> None:
@@ -81,46 +81,46 @@ class Thread:
         flight.
         """
         self.launch = launch
-        self.ops.append(Op(Code.BEGIN, parity, launch))
+        self.ops.append(ThreadOp(Code.BEGIN, parity, launch))
 
     def end(self) -> None:
         """End the kernel, on all threads of the rank."""
-        self.ops += [Op(Code.ARRIVE, 0, self.launch), Op(Code.END, 0, self.launch)]
+        self.ops += [ThreadOp(Code.ARRIVE, 0, self.launch), ThreadOp(Code.END, 0, self.launch)]
 
-    def store(self, cell: Cell, number: int) -> None:
+    def store(self, cell: MemoryCell, number: int) -> None:
         self._add(Code.STORE, cell, number)
 
-    def clear(self, cell: Cell, number: int = 0) -> None:
+    def clear(self, cell: MemoryCell, number: int = 0) -> None:
         """Clear a packet that this thread has received."""
         self._add(Code.CLEAR, cell, number)
 
-    def recv(self, cell: Cell, number: int) -> None:
+    def recv(self, cell: MemoryCell, number: int) -> None:
         """Wait for a packet, which must be this one, and clear it."""
         self._add(Code.RECV, cell, number)
         self.clear(cell, number)
 
-    def seen_empty(self, cell: Cell) -> None:
+    def seen_empty(self, cell: MemoryCell) -> None:
         """Wait until loads return a cell cleared by this thread as cleared (``await_cleared``)."""
         self._add(Code.SEEN, cell, 0)
 
-    def reach(self, cell: Cell, number: int) -> None:
+    def reach(self, cell: MemoryCell, number: int) -> None:
         """Wait until a counter is at least ``number``."""
         self._add(Code.REACH, cell, number)
 
-    def read(self, cell: Cell, number: int) -> None:
+    def read(self, cell: MemoryCell, number: int) -> None:
         """Read a value, which must be this one."""
         self._add(Code.READ, cell, number)
 
-    def wait_for(self, cell: Cell, number: int) -> None:
+    def wait_for(self, cell: MemoryCell, number: int) -> None:
         """Wait for exactly this value."""
         self._add(Code.AWAIT, cell, number)
 
     def fence(self) -> None:
-        self.ops.append(Op(Code.FENCE))
+        self.ops.append(ThreadOp(Code.FENCE))
 
-    def _add(self, code: Code, cell: Cell, number: int) -> None:
+    def _add(self, code: Code, cell: MemoryCell, number: int) -> None:
         self.ops.append(
-            Op(
+            ThreadOp(
                 code,
                 self.system.index(cell),
                 (0 if cell.parity is None else self.launch * LAUNCH) + number + 1,
@@ -128,7 +128,7 @@ class Thread:
         )
 
 
-class System:
+class ModelSystem:
     """All ranks.
 
     ``ordered``: stores of a rank to one cell land in issue order for all its threads, else only for
@@ -137,11 +137,11 @@ class System:
 
     def __init__(self, nranks: int, *, ordered: bool = True) -> None:
         self.nranks, self.ordered = nranks, ordered
-        self.cells: list[Cell] = []
+        self.cells: list[MemoryCell] = []
         self.threads: list[Thread] = []
-        self._numbers: dict[Cell, int] = {}
+        self._numbers: dict[MemoryCell, int] = {}
 
-    def index(self, cell: Cell) -> int:
+    def index(self, cell: MemoryCell) -> int:
         number = self._numbers.setdefault(cell, len(self.cells))
         if number == len(self.cells):
             self.cells.append(cell)
@@ -162,7 +162,7 @@ class System:
     def location(self, cell: int) -> str:
         return f"{self.cells[cell].name} at rank {self.cells[cell].rank}"
 
-    def texts(self, ops: Sequence[Op]) -> str:
+    def texts(self, ops: Sequence[ThreadOp]) -> str:
         """Return operations as text; a take includes its clear."""
         alone = [
             op
@@ -171,7 +171,7 @@ class System:
         ]
         return ", ".join(map(self.text, alone))
 
-    def text(self, op: Op) -> str:
+    def text(self, op: ThreadOp) -> str:
         if op.code is Code.FENCE:
             return "fence"
         if op.code in (Code.BEGIN, Code.ARRIVE, Code.END):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .program import Cell, Kind, System
+from .program import Kind, MemoryCell, ModelSystem
 
 
-def hop_packet(dst: int, parity: int, slot: int, hop: int) -> Cell:
-    return Cell(f"slot {slot} of half {parity}, hop {hop}", dst, Kind.PACKET, parity)
+def hop_packet(dst: int, parity: int, slot: int, hop: int) -> MemoryCell:
+    return MemoryCell(f"slot {slot} of half {parity}, hop {hop}", dst, Kind.PACKET, parity)
 
 
 def ring(
@@ -17,12 +17,12 @@ def ring(
     launches: int = 1,
     awaits_cleared: bool = True,
     halves: int = 2,
-) -> System:
+) -> ModelSystem:
     """Return the model: an iteration receives hop t of tile j - 1 - t, for all t, and sends hop t +
     1;
     then hop 0 of tile j.
     """
-    system, hops = System(nranks), 2 * (nranks - 1)
+    system, hops = ModelSystem(nranks), 2 * (nranks - 1)
     for rank in range(nranks):
         thread, peers_after = system.thread(rank), (rank + 1) % nranks
         for launch in range(launches):

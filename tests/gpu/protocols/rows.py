@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .program import Cell, Kind, System
+from .program import Kind, MemoryCell, ModelSystem
 
 
 def warp_queue(
     counts: Sequence[int], *, fifo: int, quarter: int, early: int = 0, credit_first: bool = False
-) -> System:
+) -> ModelSystem:
     """Return the model; launches make no difference, since all counts persist.
 
     ``counts``: rows that a warp handles at a time. Options that weaken it: ``early``: rows by which
     the sender runs ahead of its credit; ``credit_first``: the receiver sends credit before it has
     read the rows.
     """
-    system = System(2)
+    system = ModelSystem(2)
     sender, receiver = system.thread(0), system.thread(1)
-    credit = Cell("credit", 0, Kind.COUNTER, None)
-    places = [Cell(f"row {number}", 1, Kind.FLAGGED, None) for number in range(fifo)]
+    credit = MemoryCell("credit", 0, Kind.COUNTER, None)
+    places = [MemoryCell(f"row {number}", 1, Kind.FLAGGED, None) for number in range(fifo)]
     row = 0
     for count in counts:
         peers_after = row + count

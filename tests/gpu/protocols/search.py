@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .program import EMPTY, LAUNCH, Code, Kind, Op, System
+from .program import EMPTY, LAUNCH, Code, Kind, ModelSystem, ThreadOp
 
 #: A step is waits, then reads that an overwrite may race, then stores; a launch ends and the next
 #: begins in one step.
@@ -73,13 +73,13 @@ class Wrong(Exception):
     pass
 
 
-def search(system: System, *, every: bool = False, most: int = 150_000) -> Found:
+def search(system: ModelSystem, *, every: bool = False, most: int = 150_000) -> Found:
     """Explore all behaviours; raise ``OverflowError`` beyond ``most`` states."""
     return _Search(system, every).run(most)
 
 
 class _Search:
-    def __init__(self, system: System, every: bool) -> None:
+    def __init__(self, system: ModelSystem, every: bool) -> None:
         self.system, self.every = system, every
         self.ranks = [thread.rank for thread in system.threads]
         alone = [self.ranks.count(rank) == 1 for rank in self.ranks]
@@ -199,11 +199,11 @@ class _Search:
         places = (*state.places[:thread], packet_cell, *state.places[thread + 1 :])
         return State(places, tuple(cells), tuple(flights))
 
-    def is_lazy(self, op: Op) -> bool:
+    def is_lazy(self, op: ThreadOp) -> bool:
         return op.code is Code.CLEAR and self.instant[op.cell]
 
     def clears_land(
-        self, op: Op, thread: int, cells: list[int], flights: list[Flight]
+        self, op: ThreadOp, thread: int, cells: list[int], flights: list[Flight]
     ) -> list[Flight]:
         """Land the clears of packets that ``op`` waits for; if it keeps waiting, they might land
         later.
@@ -223,7 +223,12 @@ class _Search:
         return kept
 
     def may(
-        self, op: Op, thread: int, places: tuple[int, ...], cells: list[int], flights: list[Flight]
+        self,
+        op: ThreadOp,
+        thread: int,
+        places: tuple[int, ...],
+        cells: list[int],
+        flights: list[Flight],
     ) -> bool:
         """Return True if the thread may perform ``op``."""
         there = EMPTY
@@ -262,7 +267,7 @@ class _Search:
                 )
         return True
 
-    def do(self, op: Op, thread: int, cells: list[int], flights: list[Flight]) -> None:
+    def do(self, op: ThreadOp, thread: int, cells: list[int], flights: list[Flight]) -> None:
         match op.code:
             case Code.STORE | Code.CLEAR:
                 source = self.ranks[thread] if self.system.ordered else thread
@@ -285,7 +290,7 @@ class _Search:
             case Code.BEGIN:
                 self.begin(op, cells, flights)
 
-    def begin(self, op: Op, cells: list[int], flights: list[Flight]) -> None:
+    def begin(self, op: ThreadOp, cells: list[int], flights: list[Flight]) -> None:
         for cell, there in enumerate(cells):
             if (
                 self.system.cells[cell].parity == op.cell

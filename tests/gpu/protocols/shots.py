@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .program import Cell, Kind, System, Thread
+from .program import Kind, MemoryCell, ModelSystem, Thread
 
 
-def packet_cell(dst: int, src: int, parity: int, slot: int, shot: int) -> Cell:
+def packet_cell(dst: int, src: int, parity: int, slot: int, shot: int) -> MemoryCell:
     """Return the cell of a packet from ``src`` (``packet_of`` of shots.cuh)."""
-    return Cell(
+    return MemoryCell(
         f"slot {slot} of half {parity} from rank {src}" + (", second shot" if shot else ""),
         dst,
         Kind.PACKET,
@@ -29,13 +29,13 @@ def shots(
     launches: int = 1,
     awaits_cleared: bool = True,
     halves: int = 2,
-) -> System:
+) -> ModelSystem:
     """Return the model of tiled shots.
 
     ``rounds``: 2 for two_shot. ``settles``: a thread sees cleared what it cleared before it sends
     on.
     """
-    system = System(nranks)
+    system = ModelSystem(nranks)
     for rank in range(nranks):
         thread = system.thread(rank)
         for launch in range(launches):
@@ -110,13 +110,13 @@ def _launch(
 
 def rooted(
     nranks: int, *, broadcasts: bool, launches: int = 1, hellos: bool = True, halves: int = 2
-) -> System:
+) -> ModelSystem:
     """Return the model of a rooted one_shot, whose tiles all have slots, from or to rank 0.
 
     ``falls``: broadcast, else reduce. A rank has two threads; the first has packet 0, sent between
     all ranks (``carries`` of shots.cuh) if ``greets``.
     """
-    system = System(nranks)
+    system = ModelSystem(nranks)
 
     def moves(src: int, dst: int, number: int) -> bool:
         return (src if broadcasts else dst) == 0 or (number == 0 and hellos)
@@ -145,7 +145,7 @@ def parts(
     awaits_peers: bool = True,
     uneven: bool = False,
     threads: int = 1,
-) -> System:
+) -> ModelSystem:
     """Return the model of double-buffered two_shot, in launches of ``counts`` tiles each.
 
     A launch of one tile is ``single_tile.cuh``. ``settles``: a thread sees cleared what it cleared
@@ -153,7 +153,7 @@ def parts(
     before it sends a tile into the half of the one before that. ``uneven``: thread 1 has no packets
     in the last tile.
     """
-    system = System(nranks)
+    system = ModelSystem(nranks)
     for rank in range(nranks):
         for number in range(threads):
             thread = system.thread(rank, f"thread {number}" if threads > 1 else "")

@@ -21,14 +21,14 @@ from miraccl.executor.cuda.staged_copies import (
 )
 from miraccl.schedule.ir import Schedule
 
-from .program import Cell, Kind, System, Thread
+from .program import Kind, MemoryCell, ModelSystem, Thread
 
 HALVES = range(2)
 CHUNK = layout.KIB  # bytes; how many are of no matter
 
 
 @dataclass(frozen=True)
-class Rules:
+class StagedRules:
     """Options that weaken the model.
 
     ``early``: chunks by which a sender runs ahead of the slots. ``fences``: fence before a word is
@@ -42,13 +42,15 @@ class Rules:
     barriers: bool = True
 
 
-def staged(schedule: Schedule, rules: Rules, *, chunks: int, operations: int = 1) -> System:
+def staged(
+    schedule: Schedule, rules: StagedRules, *, chunks: int, operations: int = 1
+) -> ModelSystem:
     """Return the model of ``operations`` with ``chunks`` of a block.
 
     Each barrier is a launch; staged data belong to the half of the first one.
     """
     system, stage = (
-        System(schedule.nranks),
+        ModelSystem(schedule.nranks),
         StagingLayout.of(schedule, layout.COPY_SLOTS * schedule.nranks * CHUNK),
     )
     for rank in range(schedule.nranks):
@@ -57,7 +59,7 @@ def staged(schedule: Schedule, rules: Rules, *, chunks: int, operations: int = 1
             for move in rank_copies(schedule, rank, chunks * CHUNK)
             for chunk in split_chunks(move, CHUNK)
         ]
-        streams = _Streams(system, system.thread(rank), stage, rules)
+        streams = _StagedStreams(system, system.thread(rank), stage, rules)
         for chunk in moves:
             streams.add(chunk)
         for operation in range(operations):
@@ -66,19 +68,19 @@ def staged(schedule: Schedule, rules: Rules, *, chunks: int, operations: int = 1
 
 
 @dataclass
-class _Streams:
+class _StagedStreams:
     """Streams of a rank."""
 
-    system: System
+    system: ModelSystem
     main: Thread
     stage: StagingLayout
-    rules: Rules
+    rules: StagedRules
     totals: Counter[int] = field(default_factory=Counter)  # received chunks by peer
     directions: dict[tuple[int, bool], Thread] = field(
         default_factory=dict
     )  # by (peer, data come from it)
     done: Counter[tuple[int, bool]] = field(default_factory=Counter)  # chunks of each direction
-    slots: dict[Cell, int] = field(
+    slots: dict[MemoryCell, int] = field(
         default_factory=dict
     )  # that have been filled, and the last chunk in each
 
@@ -98,7 +100,7 @@ class _Streams:
             if chunk.source_rank is not None:
                 self.recv(chunk.source_rank)
                 if chunk.target_rank is not None:  # the other stream waits for an event of this one
-                    event = Cell("an event", self.main.rank, Kind.COUNTER, None)
+                    event = MemoryCell("an event", self.main.rank, Kind.COUNTER, None)
                     self.directions[chunk.source_rank, True].fence()
                     self.directions[chunk.source_rank, True].store(
                         event, launch * len(moves) + number
@@ -109,7 +111,7 @@ class _Streams:
             if chunk.target_rank is not None:
                 self.send_chunk(chunk.target_rank)
         for key, thread in self.directions.items():
-            joined = Cell(
+            joined = MemoryCell(
                 f"the end of the stream {'from' if key[1] else 'to'} rank {key[0]}",
                 self.main.rank,
                 Kind.COUNTER,
@@ -160,17 +162,19 @@ class _Streams:
             thread.store(self.word("free", peer, rank, k), k)
         self.done[peer, True] += 1
 
-    def slot(self, src: int, dst: int, k: int) -> list[Cell]:
+    def slot(self, src: int, dst: int, k: int) -> list[MemoryCell]:
         return [
-            Cell(f"slot {k % self.stage.nslots} from rank {src}, half {half}", dst, Kind.BUFFER, 0)
+            MemoryCell(
+                f"slot {k % self.stage.nslots} from rank {src}, half {half}", dst, Kind.BUFFER, 0
+            )
             for half in HALVES
         ]
 
-    def word(self, what: str, dst: int, src: int, k: int) -> Cell:
-        return Cell(f"{what} {k % self.stage.nslots} of rank {src}", dst, Kind.PACKET, None)
+    def word(self, what: str, dst: int, src: int, k: int) -> MemoryCell:
+        return MemoryCell(f"{what} {k % self.stage.nslots} of rank {src}", dst, Kind.PACKET, None)
 
-    def op_record(self, dst: int, src: int, launch: int) -> Cell:
-        return Cell(
+    def op_record(self, dst: int, src: int, launch: int) -> MemoryCell:
+        return MemoryCell(
             f"entry {launch % layout.OP_LOG_ENTRIES} of the op log for rank {src}",
             dst,
             Kind.WORD,

@@ -14,13 +14,13 @@ from miraccl.schedule.ir import Op, Schedule, Step
 from miraccl.schedule.steps import inp, one_channel, out, recv, recv_copy_send, send
 from miraccl.types import Collective
 
-from .program import Cell, Kind, System, Thread
+from .program import Kind, MemoryCell, ModelSystem, Thread
 
 HALVES = range(2)
 
 
 @dataclass(frozen=True)
-class Rules:
+class StepRules:
     """Options of the model; all but ``reads`` weaken it.
 
     ``reads``: FIFOs are in the sender's memory and receivers read over the link. ``left``: a slot
@@ -39,10 +39,10 @@ class Rules:
 
 
 def steps(
-    schedule: Schedule, rules: Rules, *, rounds: int = 1, launches: int = 1, halves: int = 2
-) -> System:
+    schedule: Schedule, rules: StepRules, *, rounds: int = 1, launches: int = 1, halves: int = 2
+) -> ModelSystem:
     """Return the model of channel 0; ``rounds``: tiles that a block moves of each chunk."""
-    system = System(schedule.nranks)
+    system = ModelSystem(schedule.nranks)
     for rank, program in enumerate(schedule.channels[0]):
         thread = system.thread(rank)
         for launch in range(launches):
@@ -72,7 +72,7 @@ class _Block:
     """Block of a rank in one launch."""
 
     thread: Thread
-    rules: Rules
+    rules: StepRules
     nranks: int
     launch: int
     parity: int
@@ -157,25 +157,33 @@ class _Block:
         for peer in self.peers:
             self.thread.wait_for(self.op_record(self.rank, peer), self.launch)
 
-    def slot_of(self, sender: int, receiver: int, message: int) -> list[Cell]:
+    def slot_of(self, sender: int, receiver: int, message: int) -> list[MemoryCell]:
         name = (
             f"slot {message % self.rules.nslots} of the FIFO from rank {sender} "
             f"to rank {receiver}, half {self.parity}"
         )
         owner = sender if self.rules.reads else receiver
-        return [Cell(f"{name}, half {half}", owner, Kind.BUFFER, self.parity) for half in HALVES]
+        return [
+            MemoryCell(f"{name}, half {half}", owner, Kind.BUFFER, self.parity) for half in HALVES
+        ]
 
-    def tail_word(self, dst: int, src: int) -> Cell:
-        return Cell(f"tail from rank {src}, half {self.parity}", dst, Kind.COUNTER, self.parity)
+    def tail_word(self, dst: int, src: int) -> MemoryCell:
+        return MemoryCell(
+            f"tail from rank {src}, half {self.parity}", dst, Kind.COUNTER, self.parity
+        )
 
-    def head_word(self, dst: int, src: int) -> Cell:
-        return Cell(f"head from rank {src}, half {self.parity}", dst, Kind.COUNTER, self.parity)
+    def head_word(self, dst: int, src: int) -> MemoryCell:
+        return MemoryCell(
+            f"head from rank {src}, half {self.parity}", dst, Kind.COUNTER, self.parity
+        )
 
-    def signals_of(self, dst: int, src: int) -> Cell:
-        return Cell(f"signals of rank {src}, half {self.parity}", dst, Kind.COUNTER, self.parity)
+    def signals_of(self, dst: int, src: int) -> MemoryCell:
+        return MemoryCell(
+            f"signals of rank {src}, half {self.parity}", dst, Kind.COUNTER, self.parity
+        )
 
-    def op_record(self, dst: int, src: int) -> Cell:
-        return Cell(
+    def op_record(self, dst: int, src: int) -> MemoryCell:
+        return MemoryCell(
             f"entry {self.launch % self.rules.entries} of the op log for rank {src}",
             dst,
             Kind.WORD,

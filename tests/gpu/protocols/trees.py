@@ -13,7 +13,7 @@ from miraccl.schedule.algos.double_binary_tree import TreePosition
 from miraccl.types import Collective
 
 from .chain import await_hellos, send_hellos
-from .program import Cell, Kind, System, Thread
+from .program import Kind, MemoryCell, ModelSystem, Thread
 
 
 def trees(
@@ -29,13 +29,13 @@ def trees(
     early: int = 0,
     hellos: bool = True,
     halves: int = 2,
-) -> System:
+) -> ModelSystem:
     """Return the model of the trees ``which``; the options weaken it.
 
     ``settles``: slots to be reused are seen cleared. ``early``: tiles by which a sender runs ahead
     of its acks.
     """
-    system = System(nranks)
+    system = ModelSystem(nranks)
     places = [double_binary_tree.tree_positions(collective, rank, nranks) for rank in range(nranks)]
     for rank in range(nranks):
         for tree in which:
@@ -140,7 +140,7 @@ class _Warp:
             for peer in self.down:
                 self.thread.store(self.ack_word(peer, 0), j + 1)
 
-    def acks(self) -> Iterator[Cell]:
+    def acks(self) -> Iterator[MemoryCell]:
         """Return the acks of the ranks that this warp sends to."""
         if self.rises and self.up is not None:
             yield self.ack_word(self.rank, 0)
@@ -153,16 +153,16 @@ class _Warp:
         """Return the index of this rank among its parent's children."""
         return 0 if self.up is None else self.places[self.up].down.index(self.rank)
 
-    def source_place(self, dst: int, k: int, source: str) -> Cell:
-        return Cell(
+    def source_place(self, dst: int, k: int, source: str) -> MemoryCell:
+        return MemoryCell(
             f"slot {k % self.nslots} of half {self.parity}, tree {self.tree}, from {source}",
             dst,
             Kind.PACKET,
             self.parity,
         )
 
-    def ack_word(self, dst: int, receiver: int) -> Cell:
-        return Cell(
+    def ack_word(self, dst: int, receiver: int) -> MemoryCell:
+        return MemoryCell(
             f"ack {receiver} of half {self.parity}, tree {self.tree}",
             dst,
             Kind.COUNTER,
