@@ -156,7 +156,7 @@ def test_page_without_reasons() -> None:
 # In a browser
 
 
-def in_browser(page: str, script: str, folder: Path) -> Any:
+def in_browser(page: str, script: str, folder: Path, *more: str) -> Any:
     """Evaluate ``script`` in the page and return its value; the page must not raise."""
     watch = (
         "<script>window.failures=[];"
@@ -186,7 +186,14 @@ def in_browser(page: str, script: str, folder: Path) -> Any:
         "--disable-dev-shm-usage",
         f"--user-data-dir={folder / 'profile'}",
     ]
-    command = [str(CHROMIUM), *flags, "--virtual-time-budget=2000", "--dump-dom", file.as_uri()]
+    command = [
+        str(CHROMIUM),
+        *flags,
+        *more,
+        "--virtual-time-budget=2000",
+        "--dump-dom",
+        file.as_uri(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     found = re.search(r'data-result="([^"]*)"', done.stdout)
     assert found, done.stderr[-2000:]
@@ -205,6 +212,7 @@ TOUR = """(() => {
   click(buttons("channels").find((b) => b.textContent === "all"));
   out.all = document.querySelectorAll("#overlay path").length;
   out.ring = text("details");
+  out.summary = [...document.querySelectorAll("#details .search > p")].length;
   click(buttons("channels").find((b) => b.textContent === "none"));
   out.none = document.querySelectorAll("#overlay path").length;
   const named = (name) => [...document.querySelectorAll(".box")]
@@ -224,13 +232,36 @@ TOUR = """(() => {
       click(buttons("axes").find((b) => b.textContent === axis));
     }));
   out.curves = document.querySelectorAll("#chart .curve").length;
-  out.choices = document.querySelectorAll("#choices tr").length;
+  click(buttons("collectives").find((b) => b.textContent === "AllReduce"));
+  out.choices = [...document.querySelectorAll("#choices tr.choice")].map((row) =>
+    [...row.children].slice(0, 2).map((cell) => cell.textContent).join(": "));
+  out.reasons = document.querySelectorAll("#choices tr.reason").length;
+  out.marks = document.querySelectorAll("#chart .mark").length;
+  click(buttons("protocols").find((b) => b.textContent === "LL"));
+  out.without = [...document.querySelectorAll("#legend tr.hidden")].map((r) => r.textContent);
+  click(buttons("protocols").find((b) => b.textContent === "LL"));
+  out.bounds = text("bounds");
+  out.folded = [...document.querySelectorAll("details")].filter((d) => !d.open).length;
+  out.lists = Math.max(...[...document.querySelectorAll("#why > ul")].map((u) => u.children.length));
   out.lines = text("ranks").split("\\n").length;
   out.why = text("why").length;
-  out.circles = document.querySelectorAll("#nodetrees circle").length;
-  const trees = buttons("nodetrees-channels");
-  if (trees.length) click(trees[trees.length - 1]);
-  out.tree = text("nodetrees");
+  const shape = (name, last) => {
+    const b = buttons("shapes").find((b) => b.textContent === name);
+    if (!b) return null;
+    click(b);
+    if (last) click(buttons("shape-channels").pop());
+    const svg = document.querySelector("#shape svg");
+    return {
+      nodes: svg.querySelectorAll("rect.node").length,
+      circles: svg.querySelectorAll("circle").length,
+      edges: svg.querySelectorAll(".edge").length,
+      text: document.querySelector("#shape p").textContent,
+      labels: [...svg.querySelectorAll("text")].map((t) => t.textContent).join(" "),
+    };
+  };
+  out.ring_shape = shape("ring", false);
+  out.tree_shape = shape("tree", true);
+  out.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
   out.images = document.querySelectorAll("img").length;
   return out;
 })()"""
@@ -250,13 +281,86 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     assert seen["unpicked"] == 0
     assert len(seen["collectives"]) == 5
     assert seen["curves"] == 7
-    assert seen["choices"] == 17
+    assert seen["choices"] == [
+        "8 B to 128 KiB: Tree/LL",
+        "512 KiB: Tree/LL128",
+        "2 MiB to 8 GiB: NVLSTree/Simple",
+    ]
+    assert seen["reasons"] == 3
     assert seen["why"] > 1000
     assert "16ranks" in seen["cards"]
-    assert seen["circles"] == 2
-    assert (
-        seen["tree"] == "Tree of channel 15 over the nodes7>1501"
-    )  # rank 15 of node 1 is the parent of rank 7 of node 0
+    assert seen["overflow"] == 0
+
+
+@needs_chromium
+def test_protocols_have_marks_and_can_be_hidden(tmp_path: Path) -> None:
+    seen = in_browser(render_page(document("nvidia-dgxh100", 2)), TOUR, tmp_path)
+    assert seen["marks"] > 7 * 5
+    assert [text.split("/")[1][:2] for text in seen["without"]] == ["LL", "LL"]
+    assert not any("LL128" in text for text in seen["without"])
+
+
+@needs_chromium
+def test_ceiling_and_plan_are_explained(tmp_path: Path) -> None:
+    plan = document("nvidia-dgxh100", 2)
+    seen = in_browser(render_page(plan), TOUR, tmp_path)
+    assert "GB/s ceiling is the bus bandwidth that no all-reduce" in seen["bounds"]
+    assert "GB/s this plan is the bus bandwidth that the model predicts" in seen["bounds"]
+    assert "times 1.88 for an all-reduce of 16 ranks" in seen["bounds"]
+
+
+@needs_chromium
+def test_long_texts_are_folded(tmp_path: Path) -> None:
+    seen = in_browser(render_page(document("nvidia-dgxh100", 2)), TOUR, tmp_path)
+    assert seen["summary"] == 3
+    assert seen["lists"] == 3
+    assert seen["folded"] >= 8
+    for report in document("nvidia-dgxh100", 2)["explain"]["search"][0]:
+        assert len(report["summary"]) <= 3
+
+
+@needs_chromium
+@pytest.mark.parametrize(
+    ("name", "nodes", "gpus"), [("nvidia-dgxh100", 16, 8), ("nvidia-gb200-4gpu", 16, 4)]
+)
+def test_rings_and_trees_over_nodes_are_drawn(
+    name: str, nodes: int, gpus: int, tmp_path: Path
+) -> None:
+    seen = in_browser(render_page(document(name, nodes)), TOUR, tmp_path)
+    ring, tree = seen["ring_shape"], seen["tree_shape"]
+    assert (ring["nodes"], ring["circles"], ring["edges"]) == (nodes, nodes * gpus, nodes)
+    assert ring["text"].startswith("Ring of channel 0, equal to channel")
+    assert "node 15" in ring["labels"]
+    assert (tree["circles"], tree["edges"]) == (nodes, nodes - 1)
+    assert tree["text"].startswith("Tree of channel 15")
+    assert seen["overflow"] == 0
+
+
+@needs_chromium
+def test_edges_of_a_tree_name_their_ranks(tmp_path: Path) -> None:
+    seen = in_browser(render_page(document("nvidia-dgxh100", 2)), TOUR, tmp_path)
+    # Rank 15 of node 1 is the parent of rank 7 of node 0.
+    assert seen["tree_shape"]["labels"] == "7>15 0 1"
+
+
+@needs_chromium
+def test_one_node_has_a_ring_of_gpus(tmp_path: Path) -> None:
+    seen = in_browser(render_page(document("nvidia-gb200-4gpu")), TOUR, tmp_path)
+    assert seen["ring_shape"]["labels"] == "GPUs 0 1 2 3"
+    assert seen["tree_shape"] is None
+
+
+@needs_chromium
+def test_narrow_windows_do_not_scroll_sideways(tmp_path: Path) -> None:
+    page = render_page(document("nvidia-dgxh100", 4))
+    seen = in_browser(page, TOUR, tmp_path, "--window-size=500,900")
+    assert seen["overflow"] == 0
+
+
+def test_print_style_hides_controls_and_shows_all() -> None:
+    css = render_page(document("nvidia-dgxh100")).partition("@media print")[2]
+    assert 'button:not([aria-pressed="true"])' in css
+    assert "max-height: none" in css
 
 
 @needs_chromium

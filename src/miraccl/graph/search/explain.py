@@ -45,6 +45,7 @@ def explain_search(report: SearchReport) -> Json:
             }
             for link in report.saturated_links
         ],
+        "summary": brief_summary(report),
         "sentences": list(summarize_search(report)),
     }
 
@@ -165,6 +166,19 @@ def summarize_search(report: SearchReport) -> list[str]:
     if report.saturated_links:
         lines.append(_describe_saturated_links(report))
     return [f"{name}: {line}" for line in lines]
+
+
+def brief_summary(report: SearchReport) -> list[str]:
+    """Return result, effort and limit of the search of one graph, in at most three lines."""
+    if not report.tries:
+        return summarize_search(report)[:3]
+    improving = sum(t.improved for t in report.tries)
+    return [
+        _describe_result(report),
+        f"{_count(len(report.tries), 'walk')} with {_count(report.visits, 'visit')}; "
+        f"{improving} found a better graph",
+        describe_limit(report),
+    ]
 
 
 def describe_limit(report: SearchReport) -> str:

@@ -35,7 +35,7 @@ _PAGE = """<!doctype html>
 <style>{css}</style>
 </head>
 <body>
-<header><h1>{title}</h1><p id="settings"></p><div id="cards"></div></header>
+<header><h1>{title}</h1><p id="settings"></p><div id="cards"></div><div id="bounds"></div></header>
 <main>
 <section id="machine-section">
 <h2>Machine and channels</h2>
@@ -46,12 +46,13 @@ _PAGE = """<!doctype html>
 </section>
 <section><h2>Times and choices</h2>
 <div class="bar"><span id="collectives" class="group"></span>
-<span id="axes" class="group right"></span></div>
+<span id="protocols" class="group"></span><span id="axes" class="group right"></span></div>
 <div class="columns"><div id="chart"></div><aside id="legend"></aside></div>
 <div id="choices"></div></section>
-<section><h2>Rings and trees over all ranks</h2>
-<div class="bar"><span id="nodetrees-channels" class="group"></span></div>
-<div id="nodetrees"></div><div id="ranks"></div></section>
+<section><h2>Rings and trees over the nodes</h2>
+<div class="bar"><span id="shapes" class="group"></span>
+<span id="shape-channels" class="group"></span></div>
+<div id="shape"></div><div id="ranks"></div></section>
 <section><h2>Why</h2><div id="why"></div></section>
 </main>
 <script type="application/json" id="plan">{data}</script>
