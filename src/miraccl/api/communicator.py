@@ -348,7 +348,7 @@ class Communicator(Operations):
         self._gpu_waits += 1
         return blocked_ops.BlockedScope(
             functools.partial(
-                self._core.wait_state.wait_for_stream, device.wait_state.name, self._gpu_waits
+                self._core.wait_state.wait_for_stream, device.stream_name, self._gpu_waits
             )
         )
 

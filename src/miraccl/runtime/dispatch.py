@@ -115,7 +115,7 @@ class Dispatcher:
             with self._gpu_lock:
                 wait = functools.partial(
                     self._core.wait_state.wait_for_stream,
-                    device.wait_state.name,
+                    device.stream_name,
                     op="work.synchronize()",
                 )
                 self._background = self._background or BackgroundCalls(device, wait)

@@ -23,6 +23,7 @@ from miraccl import trace
 from miraccl.bootstrap import Session
 from miraccl.diagnosis.detector import deadlock_detector
 from miraccl.diagnosis.error_codec import decode_error, encode_error
+from miraccl.diagnosis.waits import stream_name
 from miraccl.errors import (
     BootstrapError,
     CollectiveTimeout,
@@ -177,11 +178,14 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         self._plan: DevicePlan | None = None  # of the last operation on the slow path
         if self.ctas.copy_engines_only and self.nranks > 1:
             self.faults.monitor_copies(self._engines, self.probe.pending_copies)
-        self.wait_state = KernelWaitState(
-            session, self.probe, self.faults.fail_deadlocked, self._is_drained
-        )
+        #: name of this rank's GPU work in the wait-for graph
+        self.stream_name = stream_name(session.tokens[self.rank], session.key, self.rank)
+        self.wait_state: KernelWaitState | None = None
         # A part of a multi-node communicator is monitored as part of that one.
         if not global_ranks and self.nranks > 1:
+            self.wait_state = KernelWaitState(
+                session, self.probe, self.faults.fail_deadlocked, self._is_drained
+            )
             deadlock_detector.monitor(self.wait_state)
         self.closed = self._foreign = False
         forks.register(self)
@@ -569,7 +573,8 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
             all_closed = False
         if all_closed and self.nranks > 1:
             self.probe.compare_final_ops(self.faults, message_frame(self.symmetric))
-        self.wait_state.close()
+        if self.wait_state is not None:
+            self.wait_state.close()
         unreported = self.faults.unreported(already_reported)  # includes peers' findings until now
         if all_closed and self.nranks > 1:
             unreported = self._exchange_findings(unreported, already_reported)

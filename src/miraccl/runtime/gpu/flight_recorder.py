@@ -19,24 +19,17 @@ from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.message_collectives import op_tag
 
 _STATE_WORDS = struct.Struct(f"<{layout.STATE_COPIES + 1}Q")
-_ENTRY = struct.Struct("<IIII")
-_ENTRY_BYTES = _ENTRY.size * layout.OP_LOG_ENTRIES
-_HEADER_BYTES = layout.OP_LOG_OFFSET + layout.MAX_RANKS * _ENTRY_BYTES
+ENTRY = struct.Struct("<IIII")
+ENTRY_BYTES = ENTRY.size * layout.OP_LOG_ENTRIES
+_HEADER_BYTES = layout.OP_LOG_OFFSET + layout.MAX_RANKS * ENTRY_BYTES
 _MESSAGE_RECORD = struct.Struct(layout.MESSAGE_OP)
 _MESSAGE_RECORD_BYTES = _MESSAGE_RECORD.size * layout.MESSAGE_OP_ENTRIES
-_STOPPED = layout.STATE_OFFSET + 8 * layout.STATE_WAIT_FAILED
-_WAIT_NEED, _WAIT_HOLDS, _NEED_SENT, _NEED_BULK = (
-    56,
-    48,
-    0,
-    2,
-)  # bit positions in the wait words of source/p2p.cuh
-_COUNTER_NAMES = ("sent", "received", "large")  # fields of RankProgress, by NEED_*
-_NUMBER_RANGE, _HALF_RANGE = 1 << 32, 1 << 31  # operation numbers wrap around
+WAIT_FAILED_OFFSET = layout.STATE_OFFSET + 8 * layout.STATE_WAIT_FAILED
+NUMBER_RANGE, _HALF_RANGE = 1 << 32, 1 << 31  # operation numbers wrap around
 
 
-def _is_after(number: int, other: int) -> bool:
-    return 0 < (number - other) % _NUMBER_RANGE < _HALF_RANGE
+def is_after(number: int, other: int) -> bool:
+    return 0 < (number - other) % NUMBER_RANGE < _HALF_RANGE
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,7 @@ class OpLog:
     @property
     def last(self) -> tuple[int, int] | None:
         """Number (0: messages) and signature of the last operation; None before the first."""
-        if self.last_message_op and not _is_after(
+        if self.last_message_op and not is_after(
             self.last_launch, self.message_ops[self.last_message_op].launches_before
         ):
             return 0, self.message_ops[self.last_message_op].signature
@@ -87,9 +80,9 @@ class OpLog:
         launches = {
             other: signature
             for other, signature in self.launches.items()
-            if not _is_after(other, launch)
+            if not is_after(other, launch)
         }
-        return OpLog(launches, self.message_ops, _latest(launches), self.last_message_op)
+        return OpLog(launches, self.message_ops, latest(launches), self.last_message_op)
 
 
 def _parse_op_log(launches: Mapping[int, int], moves: bytes) -> OpLog:
@@ -99,13 +92,13 @@ def _parse_op_log(launches: Mapping[int, int], moves: bytes) -> OpLog:
         for n, tag, what, before in entries
         if n and tag == op_tag(n, before, what)
     }  # only completely written records
-    return OpLog(launches, found, _latest(launches), _latest(found))
+    return OpLog(launches, found, latest(launches), latest(found))
 
 
-def _latest(numbers: Mapping[int, object]) -> int:
+def latest(numbers: Mapping[int, object]) -> int:
     """Return the latest of some numbers that are close to one another modulo 2**32; 0 if empty."""
     return next(
-        (number for number in numbers if not any(_is_after(other, number) for other in numbers)), 0
+        (number for number in numbers if not any(is_after(other, number) for other in numbers)), 0
     )
 
 
@@ -124,18 +117,18 @@ def _reordered_op(own: OpLog, other: OpLog) -> tuple[int, int] | None:
     """Return (number, signature) of an operation that one of the two ranks has skipped, or None."""
     if (
         own.last_message_op
-        and _is_after(own.last_message_op, other.last_message_op)
-        and _is_after(other.last_launch, own.message_ops[own.last_message_op].launches_before)
+        and is_after(own.last_message_op, other.last_message_op)
+        and is_after(other.last_launch, own.message_ops[own.last_message_op].launches_before)
     ):
         return 0, own.message_ops[own.last_message_op].signature  # the peer has launched past it
     if (
         other.last_message_op
-        and _is_after(other.last_message_op, own.last_message_op)
-        and _is_after(
+        and is_after(other.last_message_op, own.last_message_op)
+        and is_after(
             own.last_launch, before := other.message_ops[other.last_message_op].launches_before
         )
     ):
-        number = (before + 1) % _NUMBER_RANGE
+        number = (before + 1) % NUMBER_RANGE
         return (number, own.launches[number]) if number in own.launches else own.last
     return None
 
@@ -166,8 +159,8 @@ class RecorderSnapshot:
         """Return True if a peer has started launch ``number`` (0: our last message collective)."""
         log = self.peers.get(rank, OpLog({}, {}))
         if number:
-            return log.last_launch != 0 and not _is_after(number, log.last_launch)
-        return log.last_message_op != 0 and not _is_after(
+            return log.last_launch != 0 and not is_after(number, log.last_launch)
+        return log.last_message_op != 0 and not is_after(
             self.own.last_message_op, log.last_message_op
         )
 
@@ -189,8 +182,8 @@ class RecorderSnapshot:
         """True if all peers have started every operation that this rank has."""
         own = self.own
         return not any(
-            _is_after(own.last_launch, log.last_launch)
-            or _is_after(own.last_message_op, log.last_message_op)
+            is_after(own.last_launch, log.last_launch)
+            or is_after(own.last_message_op, log.last_message_op)
             for log in self.peers.values()
         )
 
@@ -198,12 +191,12 @@ class RecorderSnapshot:
         """Return the first pair of ranks that have not started equally many operations, or None."""
         for peer, log in self.peers.items():
             if log.last_launch != self.own.last_launch:
-                own_is_ahead = _is_after(self.own.last_launch, log.last_launch)
+                own_is_ahead = is_after(self.own.last_launch, log.last_launch)
                 ahead_log = self.own if own_is_ahead else log
                 number = ahead_log.last_launch
                 signature = ahead_log.launches.get(number, 0)
             elif log.last_message_op != self.own.last_message_op:
-                own_is_ahead = _is_after(self.own.last_message_op, log.last_message_op)
+                own_is_ahead = is_after(self.own.last_message_op, log.last_message_op)
                 ahead_log = self.own if own_is_ahead else log
                 number, signature = 0, ahead_log.message_ops[ahead_log.last_message_op].signature
             else:
@@ -261,7 +254,7 @@ class ProgressHeader:
     @property
     def op_counts(self) -> tuple[int, int]:
         """Numbers of launches and of message collectives so far."""
-        return self.state[layout.STATE_LAUNCH] % _NUMBER_RANGE, self.state[
+        return self.state[layout.STATE_LAUNCH] % NUMBER_RANGE, self.state[
             layout.STATE_MESSAGE_OPS
         ] >> 32
 
@@ -269,11 +262,11 @@ class ProgressHeader:
     def last_begun(self) -> tuple[int, int]:
         """Number and signature of the last started launch; 0 before the first."""
         recorded = {
-            word >> 32: word % _NUMBER_RANGE
+            word >> 32: word % NUMBER_RANGE
             for word in self.state[layout.STATE_SIGNATURES :][: layout.OP_LOG_ENTRIES]
             if word
         }
-        return (number := _latest(recorded)), recorded.get(number, 0)
+        return (number := latest(recorded)), recorded.get(number, 0)
 
     @property
     def stopped(self) -> bool:
@@ -283,12 +276,11 @@ class ProgressHeader:
     @property
     def pending_copies(self) -> tuple[int, int] | None:
         """Number and signature of the launch whose copies wait for peers, or None."""
-        number = self.state[layout.STATE_COPIES] % _NUMBER_RANGE
+        number = self.state[layout.STATE_COPIES] % NUMBER_RANGE
         return (
             (
                 number,
-                self.state[layout.STATE_SIGNATURES + number % layout.OP_LOG_ENTRIES]
-                % _NUMBER_RANGE,
+                self.state[layout.STATE_SIGNATURES + number % layout.OP_LOG_ENTRIES] % NUMBER_RANGE,
             )
             if number
             else None
@@ -301,150 +293,7 @@ def read_progress_header(gpu: Gpu, regions: MemoryRegions) -> ProgressHeader:
     return ProgressHeader(_STATE_WORDS.unpack_from(content, layout.STATE_OFFSET), content)
 
 
-@dataclass(frozen=True)
-class PendingLaunch:
-    """Launch that cannot end before ranks ``awaited``, which have not started it."""
-
-    number: int
-    signature: int
-    awaited: tuple[int, ...]
-
-
-def read_pending_launch(gpu: Gpu, regions: MemoryRegions) -> PendingLaunch | None:
-    """Return the launch that waits for ranks which have not started it, or None."""
-    head = read_progress_header(gpu, regions)
-    number, signature = head.last_begun
-    peers = [rank for rank in range(len(regions.outboxes)) if rank != regions.rank]
-    if not peers or not number or head.stopped:
-        return None
-    recorded, _, _, word = _ENTRY.unpack(
-        gpu.read(regions.outboxes[peers[0]] + _entry_offset(regions.rank, number), _ENTRY.size)
-    )
-    above = layout.NEEDS_ALL_SHIFT + 1
-    if recorded != number or word >> above != number % (_NUMBER_RANGE >> above):
-        return None
-    needed = peers if word & layout.NEEDS_ALL else [rank for rank in peers if word >> rank & 1]
-    awaited = [
-        rank
-        for rank in needed
-        if _is_after(number, _last_recorded_launch(gpu, regions.inboxes[rank], rank))
-    ]
-    return PendingLaunch(number, signature, tuple(awaited)) if awaited else None
-
-
-def _entry_offset(rank: int, number: int) -> int:
-    """Return the offset in a rank's memory of the entry of ``rank`` for a launch."""
-    return (
-        layout.OP_LOG_OFFSET
-        + (rank * layout.OP_LOG_ENTRIES + number % layout.OP_LOG_ENTRIES) * _ENTRY.size
-    )
-
-
-def _last_recorded_launch(gpu: Gpu, base: int, rank: int) -> int:
-    """Return the number of the last launch that ``rank`` recorded at ``base``; 0 if none."""
-    entries = _ENTRY.iter_unpack(gpu.read(base + _entry_offset(rank, 0), _ENTRY_BYTES))
-    return _latest({number: signature for number, signature, *_ in entries if number or signature})
-
-
-@dataclass(frozen=True)
-class PendingMessageWait:
-    """Wait of a message launch until the peer's ``counter`` of ``MessageCounts`` reaches ``count``.
-
-    ``holds``: bit mask of the ranks that the launch suspends meanwhile (source/p2p.cuh).
-    """
-
-    peer: int
-    counter: str
-    count: int
-    holds: int
-
-
-def read_pending_waits(gpu: Gpu, regions: MemoryRegions) -> list[PendingMessageWait]:
-    """Return the long waits of this rank's current message launch."""
-    nranks = len(regions.inboxes)
-    if _read_word(gpu, regions.own + _STOPPED):
-        return []
-    row = gpu.read(
-        regions.own + layout.WAITS_OFFSET + 8 * layout.MAX_RANKS * regions.rank,
-        8 * layout.MAX_RANKS,
-    )
-    found = []
-    for peer, log in enumerate(struct.unpack(f"<{layout.MAX_RANKS}Q", row)[:nranks]):
-        kind, count = log >> _WAIT_NEED & 3, log % (1 << _WAIT_HOLDS)
-        if log >> 63 and not _is_satisfied(gpu, regions, peer, kind, count):
-            found.append(
-                PendingMessageWait(peer, _COUNTER_NAMES[kind], count, log >> _WAIT_HOLDS & 0xFF)
-            )
-    return found
-
-
-def _is_satisfied(gpu: Gpu, regions: MemoryRegions, peer: int, kind: int, count: int) -> bool:
-    """Return True if a wait for ``peer`` has got what it waits for."""
-    if kind == _NEED_BULK:
-        granted = (
-            _read_word(
-                gpu, regions.inboxes[peer] + layout.BULK_GRANTS_OFFSET + peer * layout.BULK_STRIDE
-            )
-            >> 32
-        )
-        return not _is_after(count % _NUMBER_RANGE, granted)
-    has = (
-        regions.own + layout.ROWS_RECEIVED_OFFSET
-        if kind == _NEED_SENT
-        else regions.inboxes[peer] + layout.CREDIT_OFFSET
-    )
-    return (
-        _read_word(
-            gpu, has + peer * layout.message_warp_queues(len(regions.inboxes)) * layout.WORD_STRIDE
-        )
-        >= count
-    )
-
-
-@dataclass(frozen=True)
-class MessageCounts:
-    """Progress of a rank's kernels, by peer.
-
-    ``last_launch``: number of the last started launch. ``sent`` and ``received``: packets of the
-    first warp queue. ``large_received``: large messages received.
-    """
-
-    last_launch: int
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
-    large_received: tuple[int, ...]
-
-
-def read_message_counts(gpu: Gpu, regions: MemoryRegions) -> MessageCounts:
-    """Read this rank's message counts."""
-    lanes = layout.message_warp_queues(len(regions.inboxes))
-    sent, received, large = [], [], []
-    for peer, outbox in enumerate(regions.outboxes):
-        is_self = peer == regions.rank
-        sent.append(
-            0
-            if is_self
-            else _read_word(
-                gpu, regions.own + layout.ROWS_SENT_OFFSET + peer * lanes * layout.WORD_STRIDE
-            )
-        )
-        received.append(
-            0
-            if is_self
-            else _read_word(
-                gpu, outbox + layout.CREDIT_OFFSET + regions.rank * lanes * layout.WORD_STRIDE
-            )
-        )
-        counted = (
-            regions.own + layout.BULK_COUNTS_OFFSET + (layout.MAX_RANKS + peer) * layout.BULK_STRIDE
-        )
-        large.append(0 if is_self else _read_word(gpu, counted))
-    return MessageCounts(
-        read_progress_header(gpu, regions).last_begun[0], tuple(sent), tuple(received), tuple(large)
-    )
-
-
-def _read_word(gpu: Gpu, address: int) -> int:
+def read_word(gpu: Gpu, address: int) -> int:
     return int.from_bytes(gpu.read(address, 8), "little")
 
 
@@ -465,20 +314,20 @@ def read_snapshot(
         for base in {regions.own, *peers.values()}
     }
     own = _parse_op_log(
-        {word >> 32: word % _NUMBER_RANGE for word in recorded if word},
+        {word >> 32: word % NUMBER_RANGE for word in recorded if word},
         _rank_entries(moves[regions.own], regions.rank, _MESSAGE_RECORD_BYTES),
     )
     other = {}
     for peer, base in peers.items():
-        entries = _ENTRY.iter_unpack(
-            _rank_entries(headers[base][layout.OP_LOG_OFFSET :], peer, _ENTRY_BYTES)
+        entries = ENTRY.iter_unpack(
+            _rank_entries(headers[base][layout.OP_LOG_OFFSET :], peer, ENTRY_BYTES)
         )
         launched = {number: signature for number, signature, *_ in entries if number or signature}
         other[peer] = _parse_op_log(
             launched, _rank_entries(moves[base], peer, _MESSAGE_RECORD_BYTES)
         )
     return RecorderSnapshot(
-        own, other, lambda peer: any(gpu.read(regions.outboxes[peer] + _STOPPED, 8))
+        own, other, lambda peer: any(gpu.read(regions.outboxes[peer] + WAIT_FAILED_OFFSET, 8))
     )
 
 

@@ -18,13 +18,7 @@ from miraccl.executor.cuda.source import Framing
 from miraccl.ops.arguments import resolve_operator
 from miraccl.runtime.gpu.flight_recorder import (
     MemoryRegions,
-    MessageCounts,
-    PendingLaunch,
-    PendingMessageWait,
     RecorderSnapshot,
-    read_message_counts,
-    read_pending_launch,
-    read_pending_waits,
     read_progress_header,
     read_snapshot,
 )
@@ -61,42 +55,31 @@ class DeviceProbe:
         self._gpu, self._regions, self._launches = gpu, regions, launches
         self._compared_counts = 0, 0  # op counts up to which logs were compared
 
-    def _read(self, read: Callable[..., Reading], *what: Any) -> Reading | None:
+    def read(self, read: Callable[..., Reading], *what: Any) -> Reading | None:
+        """Return ``read(gpu, regions, *what)``; None if the GPU has failed."""
         with (
             contextlib.suppress(MiracclError),
             self._gpu.device_guard(),
-        ):  # the GPU itself may have failed
+        ):
             return read(self._gpu, self._regions, *what)
         return None
 
     def snapshot(self) -> RecorderSnapshot | None:
         """Read the op logs of all ranks."""
-        return self._read(read_snapshot)
+        return self.read(read_snapshot)
 
     def rejected_size(self, peer: int) -> int | None:
         """Read the size of this rank's message that ``peer`` has rejected."""
-        return self._read(read_rejected_size, peer)
+        return self.read(read_rejected_size, peer)
 
     def stopped(self) -> bool:
         """Return True if a wait on this rank's GPU is known to have ended unfulfilled."""
-        head = self._read(read_progress_header)
+        head = self.read(read_progress_header)
         return head is not None and head.stopped
-
-    def pending_launch(self) -> PendingLaunch | None:
-        """Return the current launch if it waits for ranks that have not started it."""
-        return self._read(read_pending_launch)
-
-    def pending_waits(self) -> list[PendingMessageWait]:
-        """Return the waits of the current message launch."""
-        return self._read(read_pending_waits) or []
-
-    def message_counts(self) -> MessageCounts | None:
-        """Read the progress of this rank's kernels."""
-        return self._read(read_message_counts)
 
     def pending_copies(self) -> tuple[int, int] | None:
         """Return number and signature of the operation whose copies wait for peers, or None."""
-        head = self._read(read_progress_header)
+        head = self.read(read_progress_header)
         return head.pending_copies if head is not None else None
 
     def describe_launch(self, number: int, signature: int) -> str:
@@ -124,9 +107,9 @@ class DeviceProbe:
 
         The next operation would detect it, too. The GPU has finished its work.
         """
-        head = self._read(read_progress_header)
+        head = self.read(read_progress_header)
         snapshot = (
-            self._read(read_snapshot, head)
+            self.read(read_snapshot, head)
             if head is not None and head.op_counts != self._compared_counts
             else None
         )
@@ -142,7 +125,7 @@ class DeviceProbe:
 
         All ranks have arrived and their GPUs have finished their work.
         """
-        snapshot = self._read(read_snapshot)
+        snapshot = self.read(read_snapshot)
         if snapshot is None:
             return
         snapshot = dataclasses.replace(
@@ -152,5 +135,5 @@ class DeviceProbe:
             faults.record_mismatch(*mismatch)
         elif (straggler := snapshot.find_straggler()) is not None:
             faults.record_straggler(straggler)
-        elif (unmatched := self._read(find_unmatched, frame, snapshot)) is not None:
+        elif (unmatched := self.read(find_unmatched, frame, snapshot)) is not None:
             faults.record_unmatched(*unmatched)

@@ -9,26 +9,18 @@ been blocked for long.
 from __future__ import annotations
 
 import abc
-import functools
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from miraccl.bootstrap import Session
 from miraccl.diagnosis import blocked_ops
-from miraccl.diagnosis.faults import SEND_RECV
 from miraccl.diagnosis.waits import (
     BlockedState,
-    RankProgress,
     Wait,
-    WaitForOperation,
-    WaitForPackets,
     stream_name,
 )
+from miraccl.runtime.gpu.kernel_waits import FailFn, KernelWaits
 from miraccl.runtime.gpu.probe import DeviceProbe
-
-FailFn = Callable[[str, str], None]
-"""``end(op, text)`` makes ``CollectiveMismatch`` the communicator's fault."""
 
 
 class DeviceWaitState(abc.ABC):
@@ -70,66 +62,6 @@ class DeviceWaitState(abc.ABC):
         blocked_ops.stream_providers.remove(self)
         with self._lock:
             self._closed, self._last_probe = True, {}
-
-
-class KernelWaits:
-    """Waits and progress of one rank's kernels.
-
-    ``key``: that of the session of the host's ranks; ``named(rank)``: stream name of such a rank.
-    """
-
-    def __init__(
-        self, probe: DeviceProbe, key: str, rank: int, named: Callable[[int], str], end: FailFn
-    ) -> None:
-        self._probe, self._key, self._rank, self._stream_name, self._fail = (
-            probe,
-            key,
-            rank,
-            named,
-            end,
-        )
-
-    def waits(self) -> list[Wait]:
-        """Return the wait of the current launch, or those of its messages."""
-        found = self._probe.pending_launch()
-        if found is not None:
-            op = self._probe.describe_launch(found.number, found.signature)
-            return [WaitForOperation(number=found.number, **self._wait_fields(found.awaited, op))]
-        messages = self._probe.pending_waits()
-        rows = (
-            self._wait_fields((m.peer,), "send/recv") | {"collective": SEND_RECV, "number": m.count}
-            for m in messages
-        )
-        return [
-            WaitForPackets(counter=m.counter, suspended=m.holds, **row)
-            for m, row in zip(messages, rows, strict=True)
-        ]
-
-    def _wait_fields(self, ranks: tuple[int, ...], op: str) -> dict[str, Any]:
-        awaited, end = tuple(map(self._stream_name, ranks)), functools.partial(self._fail, op)
-        return {
-            "key": self._key,
-            "awaited": awaited,
-            "op": f"{op} on GPU memory",
-            "fail": end,
-            "rank": self._rank,
-        }
-
-    def progress(self) -> dict[str, RankProgress]:
-        """Return the progress of the kernels."""
-        counts = self._probe.message_counts()
-        return (
-            {}
-            if counts is None
-            else {
-                self._key: RankProgress(
-                    operations=counts.last_launch,
-                    sent=counts.sent,
-                    received=counts.received,
-                    large=counts.large_received,
-                )
-            }
-        )
 
 
 class KernelWaitState(DeviceWaitState):

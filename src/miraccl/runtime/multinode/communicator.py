@@ -50,7 +50,7 @@ from miraccl.runtime.multinode.layout import NodeLayout, node_name
 from miraccl.runtime.multinode.runtime import MultiNodePlan, MultiNodeRuntime, OpenCpu
 from miraccl.runtime.multinode.segments import StagedShape
 from miraccl.runtime.multinode.unmatched import MessageCounters
-from miraccl.runtime.multinode.wait_state import MultiNodeWaitState
+from miraccl.runtime.multinode.wait_state import MultiNodeWaitState, stream_name_of
 from miraccl.runtime.options import Options
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.transport.cuda_p2p import Explanation
@@ -188,17 +188,25 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             session.on_event(self.faults.on_event)  # ranks that are ready may send notices
             stages.gather("gpu staging ready")
             self.runtime.stop_monitoring()
-            kernels = (
-                (self.local.probe, self._local_session)
-                if self.layout.local_size > 1 and self.local.probe is not None
-                else None
-            )
-            self.wait_state = MultiNodeWaitState(
-                self.runtime, self.layout, kernels, self.faults.fail_deadlocked, self._is_drained
-            )
+            #: name of this rank's GPU work in the wait-for graph
+            self.stream_name = stream_name_of(self.runtime)
+            self.wait_state: MultiNodeWaitState | None = None
             if self.nranks <= COUNTED_RANKS:  # same limit as for CPU communicators
-                blocked_ops.stream_providers.add(self.wait_state)
+                self.wait_state = self._monitor()
             on_failure.pop_all()
+
+    def _monitor(self) -> MultiNodeWaitState:
+        """Include this rank's GPU work in the wait-for graph of the deadlock detector."""
+        kernels = (
+            (self.local.probe, self._local_session)
+            if self.layout.local_size > 1 and self.local.probe is not None
+            else None
+        )
+        wait_state = MultiNodeWaitState(
+            self.runtime, self.layout, kernels, self.faults.fail_deadlocked, self._is_drained
+        )
+        blocked_ops.stream_providers.add(wait_state)
+        return wait_state
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
@@ -551,7 +559,8 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
                     [MessageCounters.from_bytes(data) if data else None for data in all_counters],
                     self.rank,
                 )
-        self.wait_state.close()
+        if self.wait_state is not None:
+            self.wait_state.close()
         with self._end_lock:
             self.faults.closed = True
         with contextlib.suppress(MiracclError):

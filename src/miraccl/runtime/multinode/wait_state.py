@@ -35,8 +35,9 @@ from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cpu.lower import describe_signature
 from miraccl.runtime.core_access import CoreAccess, core_access
+from miraccl.runtime.gpu.kernel_waits import FailFn, KernelWaits
 from miraccl.runtime.gpu.probe import DeviceProbe
-from miraccl.runtime.gpu.wait_state import DeviceWaitState, FailFn, KernelWaits
+from miraccl.runtime.gpu.wait_state import DeviceWaitState
 from miraccl.runtime.multinode.direct import DirectOperation
 from miraccl.runtime.multinode.layout import NodeLayout
 from miraccl.runtime.multinode.messages import MessageOperation
@@ -49,6 +50,12 @@ from miraccl.types import Collective
 STAGING, KERNELS = " staging", " kernels"
 #: collectives in which every rank needs data of every other one
 _NEEDS_ALL = (Collective.ALL_REDUCE.name.lower(), Collective.BARRIER.name.lower())
+
+
+def stream_name_of(runtime: MultiNodeRuntime) -> str:
+    """Return the name of this rank's GPU work in the wait-for graph."""
+    session = core_access(runtime.world).session
+    return stream_name(session.tokens[session.rank], session.key, session.rank)
 
 
 class MultiNodeWaitState(DeviceWaitState):
@@ -73,7 +80,7 @@ class MultiNodeWaitState(DeviceWaitState):
         )
         super().__init__(
             self._world.session,
-            self._stream_name(self._world.rank, ""),
+            stream_name_of(runtime),
             needs_probe=kernels is not None,
         )
         self._kernels: KernelWaits | None = None
@@ -88,7 +95,7 @@ class MultiNodeWaitState(DeviceWaitState):
             )
 
     def _stream_name(self, rank: int, half: str) -> str:
-        """Return the stream name of one half of a rank, or of both."""
+        """Return the stream name of one half of a rank."""
         session = self._world.session
         return stream_name(session.tokens[rank], session.key + half, rank)
 
