@@ -12,7 +12,7 @@ import pytest
 
 from tests.gpu.emulator import folder, needs_compiler
 from tests.gpu.programs import __main__ as command
-from tests.gpu.programs import records as at
+from tests.gpu.programs import records
 from tests.gpu.programs.draw import draw
 from tests.gpu.programs.rank import ProgramRank, touched
 from tests.runtime.sweep_ranks import act_as_hosts
@@ -66,20 +66,20 @@ def test_only_gpu_calls_name_streams_and_background_memory_is_untouched(
                 on_gpu = {program.buffers[view.buffer].on_gpu for view in call.views}
                 assert len(on_gpu) == 1, (seed, call)
                 assert on_gpu == {True} or not call.names_stream, (seed, call)
-            if isinstance(step, at.Call | at.Messages) and step.form.endswith("async"):
+            if isinstance(step, records.Call | records.Messages) and step.form.endswith("async"):
                 pending[step.number] = touched([step])
-            elif isinstance(step, at.Wait):
+            elif isinstance(step, records.Wait):
                 del pending[step.number]
 
 
-def every_call(step: at.Step) -> list[at.Call | at.Messages]:
+def every_call(step: records.Step) -> list[records.Call | records.Messages]:
     """Yield the step itself, or those in a batch, a graph or threads."""
     match step:
-        case at.Call() | at.Messages():
+        case records.Call() | records.Messages():
             return [step]
-        case at.Batch(steps=parts) | at.Graph(body=parts):
+        case records.Batch(steps=parts) | records.Graph(body=parts):
             return [call for part in parts for call in every_call(part)]
-        case at.Beside(bodies=bodies):
+        case records.Beside(bodies=bodies):
             return [call for body in bodies for part in body for call in every_call(part)]
     return []
 

@@ -12,7 +12,7 @@ pytest.importorskip(
     "torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError
 )
 
-from tests.gpu.programs import records as at
+from tests.gpu.programs import records
 from tests.gpu.programs.draw import draw
 from tests.gpu.programs.orchestrator import ProgramJob, RankProcesses
 from tests.gpu.programs.rank import ProgramRank, touched
@@ -58,7 +58,7 @@ def test_programs_keep_the_rules(api: str, device: str) -> None:
             for step in steps:
                 busy = set().union(*pending.values())
                 assert not touched([step]) & busy, (seed, step)
-                if isinstance(step, at.Call | at.Messages):
+                if isinstance(step, records.Call | records.Messages):
                     for view in step.views:
                         for first, count in view.spans:
                             assert (
@@ -69,20 +69,20 @@ def test_programs_keep_the_rules(api: str, device: str) -> None:
                             )
                     if step.form.endswith("async"):
                         pending[step.number] = touched([step])
-                elif isinstance(step, at.Wait):
+                elif isinstance(step, records.Wait):
                     del pending[step.number]
             assert not pending, seed
-        graphs = [step for step in program.steps if isinstance(step, at.Graph)]
+        graphs = [step for step in program.steps if isinstance(step, records.Graph)]
         assert device == "cpu" or all(program.buffers[b].on_gpu for b in touched(graphs))
 
 
 def bodies(steps: Any) -> list[Any]:
     """Yield these steps and those of nested graphs and threads."""
-    inner = [step.body for step in steps if isinstance(step, at.Graph)]
+    inner = [step.body for step in steps if isinstance(step, records.Graph)]
     return [
         steps,
         *inner,
-        *(body for step in steps if isinstance(step, at.Beside) for body in step.bodies),
+        *(body for step in steps if isinstance(step, records.Beside) for body in step.bodies),
     ]
 
 

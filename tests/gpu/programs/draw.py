@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from miraccl.types import DType
-from tests.gpu.programs import records as at
+from tests.gpu.programs import records
 from tests.gpu.programs.draw_messages import BatchDrawer
 from tests.gpu.programs.values import bound_of
 
@@ -34,7 +34,7 @@ def draw(
     huge: bool = False,
     plain: bool = False,
     dtypes: Sequence[str] = (),
-) -> at.Program:
+) -> records.Program:
     """Return the program of a seed.
 
     ``plain``: without features that other PyTorch backends lack: strided tensors, 8-bit floats,
@@ -43,19 +43,19 @@ def draw(
     chosen = [DType[name.upper()] for name in dtypes] or [
         d for d in DType if not plain or d in _EVERYWHERE
     ]
-    return Drawer(seed, at.Program(seed, api, nranks, device), huge, plain).program_of(
+    return Drawer(seed, records.Program(seed, api, nranks, device), huge, plain).program_of(
         nsteps, chosen
     )
 
 
 class Drawer(BatchDrawer):
-    def __init__(self, seed: int, program: at.Program, huge: bool, plain: bool) -> None:
+    def __init__(self, seed: int, program: records.Program, huge: bool, plain: bool) -> None:
         super().__init__(random.Random(f"{program.api} {seed}"), program, plain)
         self.graphs: dict[int, DrawnGraph] = {}
         larger = ["large"] if program.device != "emulated" else []
         self._sizes = ["small", "small", "middle", "middle", *larger, *(["huge"] if huge else [])]
 
-    def program_of(self, nsteps: int, dtypes: Sequence[DType]) -> at.Program:
+    def program_of(self, nsteps: int, dtypes: Sequence[DType]) -> records.Program:
         self._draw_options()
         self._draw_buffers(dtypes)
         if self.rng.random() < 0.7:
@@ -104,7 +104,7 @@ class Drawer(BatchDrawer):
                 count = rng.randint(*SIZES[rng.choice(self._sizes)])
                 window = 0 if self.program.api == "own" and rng.random() < 0.25 else None
                 skews = tuple(rng.choice((0, 0, 1, 3, 5)) for _ in range(self.program.nranks))
-                buffer = at.Buffer(
+                buffer = records.Buffer(
                     number=len(self.program.buffers),
                     dtype=dtype,
                     count=count,
@@ -155,11 +155,11 @@ class Drawer(BatchDrawer):
             return
         n, count = self.program.nranks, self.rng.randint(0, min(source.count, target.count))
         here, there = (
-            at.View(b.number, ((self.rng.randint(0, b.count - count), count),) * n)
+            records.View(b.number, ((self.rng.randint(0, b.count - count), count),) * n)
             for b in (source, target)
         )
         self.write(target.number, self.bounds[source.number])
-        self.steps.append(at.Copy(here, there, self.stream()))
+        self.steps.append(records.Copy(here, there, self.stream()))
 
     def _fill(self) -> None:
         buffer = self.rng.choice(self.program.buffers)
@@ -171,12 +171,12 @@ class Drawer(BatchDrawer):
         on_gpu = self.program.has_gpu and self.program.api == "own" and self.rng.random() < 0.5
         if on_gpu:
             self.warm(comm)
-        self.steps.append(at.Barrier(comm.number, self.stream() if on_gpu else None))
+        self.steps.append(records.Barrier(comm.number, self.stream() if on_gpu else None))
 
     def _check(self) -> None:
         for number in list(self.pending):
             self.wait(number)
-        self.steps.append(at.Check())
+        self.steps.append(records.Check())
 
     # ---- communicators
 
@@ -198,9 +198,9 @@ class Drawer(BatchDrawer):
                 (i for i, c in enumerate(colors) if c == color), key=lambda i: (keys[i], i)
             )
             if places:
-                comms.append(at.Comm(self.number(), tuple(parent.ranks[i] for i in places)))
+                comms.append(records.Comm(self.number(), tuple(parent.ranks[i] for i in places)))
         self.comms |= {comm.number: comm for comm in comms}
-        self.steps.append(at.Split(parent.number, tuple(comms), keys))
+        self.steps.append(records.Split(parent.number, tuple(comms), keys))
 
     def _finalize(self) -> None:
         used = {call.comm for graph in self.graphs.values() for call in graph.calls}
@@ -210,7 +210,7 @@ class Drawer(BatchDrawer):
             self.past = [call for call in self.past if call.comm != number]
             self._check()  # nothing of it is in any stream
             del self.comms[number]
-            self.steps.append(at.Finalize(number))
+            self.steps.append(records.Finalize(number))
 
     # ---- graphs and threads
 
@@ -230,7 +230,7 @@ class Drawer(BatchDrawer):
         body = self.apart(buffers, comms, self.rng.randint(2, 7), in_graph=True)
         number = self.number()
         self.graphs[number] = DrawnGraph(kinds, calls_in(body))
-        self.steps.append(at.Graph(number, tuple(body), 1 + self.rng.randrange(2)))
+        self.steps.append(records.Graph(number, tuple(body), 1 + self.rng.randrange(2)))
         self.graphs[number].bounds = {b: self.bounds[b] for b in buffers}
         for b in buffers:
             self.bounds[b] = None  # the capture has written nothing
@@ -249,7 +249,7 @@ class Drawer(BatchDrawer):
             return
         for buffer, kind in graph.kinds.items():
             self.fill(buffer, kind)
-        self.steps.append(at.Replay(number, self.stream()))
+        self.steps.append(records.Replay(number, self.stream()))
         self.bounds |= graph.bounds
 
     def _beside(self) -> None:
@@ -270,11 +270,11 @@ class Drawer(BatchDrawer):
             tuple(self.apart(buffers[i * half : (i + 1) * half], [c], self.rng.randint(2, 6)))
             for i, c in enumerate(chosen)
         ]
-        self.steps.append(at.Beside(tuple(bodies)))
+        self.steps.append(records.Beside(tuple(bodies)))
 
     def apart(
-        self, buffers: list[int], comms: list[at.Comm], count: int, *, in_graph: bool = False
-    ) -> list[at.Step]:
+        self, buffers: list[int], comms: list[records.Comm], count: int, *, in_graph: bool = False
+    ) -> list[records.Step]:
         """Return steps on these buffers and communicators, which await all they start."""
         outside = self.steps, self.comms, self.only, self.past, self.in_graph
         self.steps, self.comms, self.only, self.past, self.in_graph = (
@@ -298,7 +298,7 @@ class Drawer(BatchDrawer):
         for number in list(self.pending):
             self.wait(number)
         body = [
-            replace(s, on_host=False) if isinstance(s, at.Wait) and in_graph else s
+            replace(s, on_host=False) if isinstance(s, records.Wait) and in_graph else s
             for s in self.steps
         ]
         self.steps, self.comms, self.only, self.past, self.in_graph = outside
@@ -310,17 +310,17 @@ class DrawnGraph:
     it.
     """
 
-    def __init__(self, kinds: dict[int, str], calls: list[at.Call | at.Messages]) -> None:
+    def __init__(self, kinds: dict[int, str], calls: list[records.Call | records.Messages]) -> None:
         self.kinds, self.calls = kinds, calls
         self.bounds: dict[int, int | None] = {}
 
 
-def calls_in(steps: Iterable[at.Step]) -> list[at.Call | at.Messages]:
+def calls_in(steps: Iterable[records.Step]) -> list[records.Call | records.Messages]:
     return [
         part
         for s in steps
-        for part in (s.steps if isinstance(s, at.Batch) else [s])
-        if isinstance(part, at.Call | at.Messages)
+        for part in (s.steps if isinstance(s, records.Batch) else [s])
+        if isinstance(part, records.Call | records.Messages)
     ]
 
 

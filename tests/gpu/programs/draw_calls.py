@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from miraccl.types import DType
-from tests.gpu.programs import records as at
+from tests.gpu.programs import records
 from tests.gpu.programs.values import bound_of, exact
 
 NSTREAMS = 3
@@ -59,16 +59,16 @@ _SIGNED = (DType.INT8, DType.INT32, DType.INT64)
 class Calls:
     """Part of ``draw.Drawer``: state of memory, communicators and pending operations."""
 
-    def __init__(self, rng: random.Random, program: at.Program, plain: bool) -> None:
+    def __init__(self, rng: random.Random, program: records.Program, plain: bool) -> None:
         self.rng, self.program, self.plain = rng, program, plain
-        self.steps: list[at.Step] = []
-        self.comms = {0: at.Comm(0, tuple(range(program.nranks)))}
+        self.steps: list[records.Step] = []
+        self.comms = {0: records.Comm(0, tuple(range(program.nranks)))}
         self.bounds: dict[
             int, int | None
         ] = {}  # of a buffer's values: whole numbers up to this, or None
-        self.pending: dict[int, at.Call | at.Messages] = {}
+        self.pending: dict[int, records.Call | records.Messages] = {}
         self.only: set[int] | None = None  # buffers that may be used
-        self.past: list[at.Call] = []
+        self.past: list[records.Call] = []
         self.in_graph = False
         self._warm: set[int] = set()
         self._numbers = itertools.count(1)
@@ -78,7 +78,7 @@ class Calls:
     def number(self) -> int:
         return next(self._numbers)
 
-    def comm(self) -> at.Comm:
+    def comm(self) -> records.Comm:
         return self.rng.choice(list(self.comms.values()))
 
     def stream(self) -> int:
@@ -100,7 +100,7 @@ class Calls:
         busy = {view.buffer for step in self.pending.values() for view in step.views}
         return buffer not in busy and (self.only is None or buffer in self.only)
 
-    def _usable(self, dtype: DType, on_gpu: bool, but: Sequence[int] = ()) -> list[at.Buffer]:
+    def _usable(self, dtype: DType, on_gpu: bool, but: Sequence[int] = ()) -> list[records.Buffer]:
         fitting = [
             b
             for b in self.program.buffers
@@ -109,14 +109,14 @@ class Calls:
         return [b for b in fitting if self.free(b.number)]
 
     def fill(self, buffer: int, kind: str) -> None:
-        self.steps.append(at.Fill(buffer, kind, self.number(), self.stream()))
+        self.steps.append(records.Fill(buffer, kind, self.number(), self.stream()))
         self.bounds[buffer] = bound_of(self.program.buffers[buffer].dtype, kind)
 
     def write(self, buffer: int, bound: int | None) -> None:
         before = self.bounds[buffer]
         self.bounds[buffer] = None if before is None or bound is None else max(before, bound)
 
-    def warm(self, comm: at.Comm) -> None:
+    def warm(self, comm: records.Comm) -> None:
         """Return the first GPU operation of all ranks; None if no GPU memory is free or a barrier
         does
         it.
@@ -128,9 +128,9 @@ class Calls:
             return
         self._warm.add(comm.number)
         buffer = min(found, key=lambda b: self.plain and b.dtype is DType.UINT8)
-        view = at.View(buffer.number, ((0, min(buffer.count, 5)),) * len(comm.ranks))
+        view = records.View(buffer.number, ((0, min(buffer.count, 5)),) * len(comm.ranks))
         self.steps.append(
-            at.Call(
+            records.Call(
                 number=self.number(),
                 comm=comm.number,
                 name="broadcast",
@@ -141,12 +141,12 @@ class Calls:
 
     # ---- a collective
 
-    def collective(self, comm: at.Comm) -> None:
+    def collective(self, comm: records.Comm) -> None:
         call = self._draw(comm)
         if call is not None:
             self._emit(call)
 
-    def _draw(self, comm: at.Comm) -> at.Call | None:
+    def _draw(self, comm: records.Comm) -> records.Call | None:
         rng, n = self.rng, len(comm.ranks)
         forms = FORMS[self.program.api]
         name = rng.choice(
@@ -193,7 +193,7 @@ class Calls:
             comm, name, form, uneven, root, in_place, makes, larger, partner, small, large
         )
 
-    def _emulates(self, buffer: at.Buffer) -> bool:
+    def _emulates(self, buffer: records.Buffer) -> bool:
         return buffer.on_gpu and self.program.device == "emulated"
 
     def _may_be_uneven(self, name: str, form: str) -> bool:
@@ -207,18 +207,18 @@ class Calls:
 
     def _placed(
         self,
-        comm: at.Comm,
+        comm: records.Comm,
         name: str,
         form: str,
         uneven: bool,
         root: int,
         in_place: bool,
         makes: bool,
-        buffer: at.Buffer,
-        partner: at.Buffer,
+        buffer: records.Buffer,
+        partner: records.Buffer,
         shares: bool,
         stacks: bool,
-    ) -> at.Call:
+    ) -> records.Call:
         """Return views of ``buffer``, on the larger side, and of ``partner``."""
         n = len(comm.ranks)
         whole, part = buffer.count, buffer.count if makes or in_place else partner.count
@@ -251,7 +251,7 @@ class Calls:
             x = self._view(buffer, counts)
             out = None if in_place or makes else self._view(partner, counts)
         on_gpu = buffer.on_gpu
-        return at.Call(
+        return records.Call(
             number=self.number(),
             comm=comm.number,
             name=name,
@@ -285,7 +285,9 @@ class Calls:
     def _counts(self, most: int, n: int, uneven: bool) -> tuple[int, ...]:
         return tuple(self._count(most) if self.rng.random() < 0.8 else 0 for _ in range(n))
 
-    def _view(self, buffer: at.Buffer, counts: Sequence[int], strided: bool = True) -> at.View:
+    def _view(
+        self, buffer: records.Buffer, counts: Sequence[int], strided: bool = True
+    ) -> records.View:
         step = (
             2
             if strided and self._may_be_strided() and all(2 * c <= buffer.count for c in counts)
@@ -298,21 +300,21 @@ class Calls:
             buffer.window is not None or self.rng.random() < 0.3
         ):  # engines want the same place on all ranks
             starts = [min(min(starts), buffer.count - step * max(counts))] * len(counts)
-        return at.View(buffer.number, tuple(zip(starts, counts, strict=True)), step)
+        return records.View(buffer.number, tuple(zip(starts, counts, strict=True)), step)
 
     def _may_be_strided(self) -> bool:
         return self.program.api == "torch" and not self.plain and self.rng.random() < 0.15
 
     @staticmethod
-    def _inside(full: at.View, counts: Sequence[int]) -> at.View:
+    def _inside(full: records.View, counts: Sequence[int]) -> records.View:
         firsts = itertools.accumulate(counts[:-1], initial=0)
         spans = [
             (start + first, count)
             for (start, _), first, count in zip(full.spans, firsts, counts, strict=True)
         ]
-        return at.View(full.buffer, tuple(spans))
+        return records.View(full.buffer, tuple(spans))
 
-    def _emit(self, call: at.Call) -> None:
+    def _emit(self, call: records.Call) -> None:
         """Emit a call with an operator and suitable values."""
         n, dtype = len(self.comms[call.comm].ranks), self.program.buffers[call.x.buffer].dtype
         if call.name in REDUCES:
@@ -320,9 +322,9 @@ class Calls:
         self._make_exact(call, dtype)
         self._run(call)
 
-    def _account(self, step: at.Call | at.Messages) -> None:
+    def _account(self, step: records.Call | records.Messages) -> None:
         """Update the value bounds after a step."""
-        if isinstance(step, at.Messages):
+        if isinstance(step, records.Messages):
             for message in step.messages:
                 self.write(message.target.buffer, self.bounds[message.source.buffer])
         elif not step.makes:
@@ -336,7 +338,7 @@ class Calls:
                 )
             self.write((step.out or step.x).buffer, bound)
 
-    def _run(self, call: at.Call) -> None:
+    def _run(self, call: records.Call) -> None:
         self._account(call)
         self.steps.append(call)
         if call.form.endswith("async"):
@@ -344,7 +346,7 @@ class Calls:
         else:
             self.past.append(call)
 
-    def _with_operator(self, call: at.Call, n: int, dtype: DType) -> at.Call:
+    def _with_operator(self, call: records.Call, n: int, dtype: DType) -> records.Call:
         rng = self.rng
         ops = [
             "SUM",
@@ -372,7 +374,7 @@ class Calls:
             scalars = tuple(rng.choice(allowed) for _ in range(n))
         return replace(call, op=op, scalars=scalars)
 
-    def _make_exact(self, call: at.Call, dtype: DType) -> None:
+    def _make_exact(self, call: records.Call, dtype: DType) -> None:
         if (
             call.name not in REDUCES
             or not dtype.is_float
@@ -387,7 +389,7 @@ class Calls:
             if bound is not None and exact(dtype, _largest(call, bound, n)):
                 return
 
-    def repeat(self, call: at.Call) -> None:
+    def repeat(self, call: records.Call) -> None:
         if all(self.free(view.buffer) for view in call.views) and call.comm in self.comms:
             if self.rng.random() < 0.3:
                 call = replace(
@@ -403,11 +405,13 @@ class Calls:
             self.program.api == "own" and self.rng.random() < 0.5
         )
         self.steps.append(
-            at.Wait(number, self.stream(), not self.in_graph and self.rng.random() < 0.3, names)
+            records.Wait(
+                number, self.stream(), not self.in_graph and self.rng.random() < 0.3, names
+            )
         )
 
 
-def _largest(call: at.Call, bound: int, n: int) -> int:
+def _largest(call: records.Call, bound: int, n: int) -> int:
     """Return the maximum magnitude of a reduction of values up to ``bound``."""
     if call.op == "PROD":
         return bound if bound <= 1 else bound**n
@@ -416,7 +420,7 @@ def _largest(call: at.Call, bound: int, n: int) -> int:
     return bound * n
 
 
-def _after(call: at.Call, dtype: DType, bound: int | None, n: int) -> int | None:
+def _after(call: records.Call, dtype: DType, bound: int | None, n: int) -> int | None:
     if not dtype.is_float:
         return 0
     if bound is None or call.op == "AVG":

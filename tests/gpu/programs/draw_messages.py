@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tests.gpu.programs import records as at
+from tests.gpu.programs import records
 from tests.gpu.programs.draw_calls import REDUCES, Calls
 
 
@@ -14,7 +14,7 @@ class BatchDrawer(Calls):
 
     # ---- messages
 
-    def messages(self, comm: at.Comm, form: str) -> None:
+    def messages(self, comm: records.Comm, form: str) -> None:
         step = self._draw_messages(comm, form)
         if step is not None:
             self._account(step)
@@ -22,7 +22,7 @@ class BatchDrawer(Calls):
             if step.form == "async":
                 self.pending[step.number] = step
 
-    def _draw_messages(self, comm: at.Comm, form: str) -> at.Messages | None:
+    def _draw_messages(self, comm: records.Comm, form: str) -> records.Messages | None:
         rng, n = self.rng, len(comm.ranks)
         first = rng.choice(self.program.buffers)
         usable = self._usable(first.dtype, first.on_gpu)
@@ -54,16 +54,16 @@ class BatchDrawer(Calls):
         for src, dst, count in pairs:
             place = (rng.randint(0, source.count - count), count)
             messages.append(
-                at.Message(
+                records.Message(
                     src,
                     dst,
-                    at.View(source.number, (place,)),
-                    at.View(target.number, ((taken[dst], count),)),
+                    records.View(source.number, (place,)),
+                    records.View(target.number, ((taken[dst], count),)),
                 )
             )
             taken[dst] += count
         on_gpu = source.on_gpu
-        return at.Messages(
+        return records.Messages(
             number=self.number(),
             comm=comm.number,
             messages=tuple(messages),
@@ -73,7 +73,7 @@ class BatchDrawer(Calls):
 
     # ---- several at once
 
-    def batch(self, comm: at.Comm) -> None:
+    def batch(self, comm: records.Comm) -> None:
         """Emit a group: miraccl's with messages and collectives, or PyTorch's with one kind of
         collective.
 
@@ -81,7 +81,7 @@ class BatchDrawer(Calls):
         communicators in one order.
         """
         outer, one = self.only, self.program.api == "torch" or self.rng.random() < 0.7
-        parts: list[at.Call | at.Messages] = []
+        parts: list[records.Call | records.Messages] = []
         self.only = {b.number for b in self.program.buffers if self.free(b.number)}
         for _ in range(0 if self.plain else self.rng.randint(2, 4)):
             talks = self.program.api == "own" and (one or not self.program.has_gpu)
@@ -90,15 +90,15 @@ class BatchDrawer(Calls):
                 parts.append(step)
                 self.only -= {view.buffer for view in step.views}
         self.only = outer
-        parts.sort(key=lambda step: isinstance(step, at.Call))
+        parts.sort(key=lambda step: isinstance(step, records.Call))
         for step in parts:
             self._account(step)
         if parts:
-            self.steps.append(at.Batch(self.number(), tuple(parts)))
+            self.steps.append(records.Batch(self.number(), tuple(parts)))
 
     def _part(
-        self, comm: at.Comm, talks: bool, others: Sequence[at.Call | at.Messages]
-    ) -> at.Call | at.Messages | None:
+        self, comm: records.Comm, talks: bool, others: Sequence[records.Call | records.Messages]
+    ) -> records.Call | records.Messages | None:
         if talks and self.rng.random() < 0.4:
             return self._draw_messages(comm, "group")
         call = self._draw(comm)
@@ -108,7 +108,7 @@ class BatchDrawer(Calls):
             or call.makes
             or (
                 self.program.api == "torch"
-                and not (isinstance(first, at.Call) and self._coalesces(call, first))
+                and not (isinstance(first, records.Call) and self._coalesces(call, first))
             )
         ):
             return None
@@ -117,7 +117,7 @@ class BatchDrawer(Calls):
         if call.name in REDUCES:
             like = (
                 first
-                if self.program.api == "torch" and isinstance(first, at.Call) and others
+                if self.program.api == "torch" and isinstance(first, records.Call) and others
                 else None
             )
             call = (
@@ -130,7 +130,7 @@ class BatchDrawer(Calls):
         self._make_exact(call, dtype)
         return call
 
-    def _coalesces(self, call: at.Call, first: at.Call) -> bool:
+    def _coalesces(self, call: records.Call, first: records.Call) -> bool:
         on_gpu = [self.program.buffers[c.x.buffer].on_gpu for c in (call, first)]
         alike = call.name == first.name and on_gpu[0] == on_gpu[1]
         return (

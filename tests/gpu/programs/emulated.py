@@ -14,7 +14,7 @@ from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.windows import DeviceArray
 from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import place, seen
-from tests.gpu.programs import records as at
+from tests.gpu.programs import records
 from tests.gpu.programs.draw_calls import NSTREAMS
 from tests.gpu.programs.memory import BufferMemory, GpuBuffersMemory
 from tests.runtime.reference import DTYPES
@@ -40,7 +40,7 @@ class Emulated(GpuBuffersMemory):
     def _enqueue(self, stream: int, work: Callable[[], None]) -> None:
         check(self._cuda._put(stream, work), "work of a program")
 
-    def allocate(self, buffer: at.Buffer, rank: int, empty: Callable[..., Any] | None) -> None:
+    def allocate(self, buffer: records.Buffer, rank: int, empty: Callable[..., Any] | None) -> None:
         if not buffer.on_gpu:
             super().allocate(buffer, rank, empty)
             return
@@ -54,7 +54,7 @@ class Emulated(GpuBuffersMemory):
             memory, seen(memory).view(f"i{buffer.dtype.itemsize}")
         )
 
-    def part(self, view: at.View, index: int) -> Any:
+    def part(self, view: records.View, index: int) -> Any:
         memory = self.memory[view.buffer].array
         if not isinstance(memory, DeviceMemory):
             return super().part(view, index)
@@ -62,13 +62,13 @@ class Emulated(GpuBuffersMemory):
         part = memory.slice(first, count)
         return DeviceArray(part.address, (count,), part.dtype, self)
 
-    def fill(self, buffer: at.Buffer, kind: str, rank: int, salt: int) -> None:
+    def fill(self, buffer: records.Buffer, kind: str, rank: int, salt: int) -> None:
         if buffer.on_gpu:
             self._enqueue(self._now, lambda: super(Emulated, self).fill(buffer, kind, rank, salt))
         else:
             super().fill(buffer, kind, rank, salt)
 
-    def copy(self, source: at.View, target: at.View, rank: int) -> None:
+    def copy(self, source: records.View, target: records.View, rank: int) -> None:
         on_gpu = [isinstance(self.memory[v.buffer].array, DeviceMemory) for v in (source, target)]
         if any(on_gpu):
             self._enqueue(self._now, lambda: super(Emulated, self).copy(source, target, rank))

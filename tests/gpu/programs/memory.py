@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from miraccl.types import DType
-from tests.gpu.programs import records as at
+from tests.gpu.programs import records
 from tests.gpu.programs.draw_calls import NSTREAMS
 from tests.gpu.programs.values import KINDS, parts, pool
 from tests.runtime.reference import DTYPES
@@ -60,7 +60,7 @@ class CpuMemory:
     def __init__(self) -> None:
         self.memory: dict[int, BufferMemory] = {}
 
-    def allocate(self, buffer: at.Buffer, rank: int, empty: Callable[..., Any] | None) -> None:
+    def allocate(self, buffer: records.Buffer, rank: int, empty: Callable[..., Any] | None) -> None:
         """Allocate a buffer; ``empty`` allocates window memory."""
         skew = buffer.skews[rank]
         whole = None if empty is None else empty(buffer.count + skew, DTYPES[buffer.dtype])
@@ -68,16 +68,16 @@ class CpuMemory:
             buffer.count, buffer.dtype, skew, buffer.as_torch, whole
         )
 
-    def part(self, view: at.View, index: int) -> Any:
+    def part(self, view: records.View, index: int) -> Any:
         return self.memory[view.buffer].array[view.of(index)]
 
-    def fill(self, buffer: at.Buffer, kind: str, rank: int, salt: int) -> None:
+    def fill(self, buffer: records.Buffer, kind: str, rank: int, salt: int) -> None:
         bits = self.memory[buffer.number].bits
         values = pool(buffer.dtype, kind).view(bits.dtype)
         for place, first, count in parts(buffer.count, rank, salt):
             bits[place : place + count] = values[first : first + count]
 
-    def copy(self, source: at.View, target: at.View, rank: int) -> None:
+    def copy(self, source: records.View, target: records.View, rank: int) -> None:
         self.memory[target.buffer].bits[target.of(rank)] = self.memory[source.buffer].bits[
             source.of(rank)
         ]
@@ -236,7 +236,7 @@ class Cuda(GpuBuffersMemory):
     def enter_thread(self) -> None:
         self._torch.cuda.set_device(self._ordinal)
 
-    def allocate(self, buffer: at.Buffer, rank: int, empty: Callable[..., Any] | None) -> None:
+    def allocate(self, buffer: records.Buffer, rank: int, empty: Callable[..., Any] | None) -> None:
         if not buffer.on_gpu:
             super().allocate(buffer, rank, empty)
             return
@@ -254,7 +254,7 @@ class Cuda(GpuBuffersMemory):
         for kind in KINDS:
             on_device(buffer.dtype, kind)  # now, not inside of a capture
 
-    def fill(self, buffer: at.Buffer, kind: str, rank: int, salt: int) -> None:
+    def fill(self, buffer: records.Buffer, kind: str, rank: int, salt: int) -> None:
         if not buffer.on_gpu:
             super().fill(buffer, kind, rank, salt)
             return
@@ -262,7 +262,7 @@ class Cuda(GpuBuffersMemory):
         for place, first, count in parts(buffer.count, rank, salt):
             bits[place : place + count].copy_(values[first : first + count])
 
-    def copy(self, source: at.View, target: at.View, rank: int) -> None:
+    def copy(self, source: records.View, target: records.View, rank: int) -> None:
         here, there = (self.memory[v.buffer].bits[v.of(rank)] for v in (source, target))
         if isinstance(here, np.ndarray) and isinstance(there, np.ndarray):
             there[:] = here

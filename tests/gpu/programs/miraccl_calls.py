@@ -10,7 +10,7 @@ from typing import Any
 import miraccl
 from miraccl.runtime.gpu.work import DeviceWork
 from miraccl.types import PreMulSum, RedOp
-from tests.gpu.programs import records as at
+from tests.gpu.programs import records
 from tests.gpu.programs.memory import CpuMemory
 
 TIMEOUT_S = 60.0
@@ -22,18 +22,23 @@ class MiracclCalls:
     leaves_behind = False
 
     def __init__(
-        self, program: at.Program, rank: int, nranks: int, meeting: dict[str, Any], place: CpuMemory
+        self,
+        program: records.Program,
+        rank: int,
+        nranks: int,
+        meeting: dict[str, Any],
+        place: CpuMemory,
     ) -> None:
         self._place = place
         self.comms: dict[int, Any] = {0: miraccl.init(timeout=TIMEOUT_S, **program.options)}
         self.works: dict[int, list[Any]] = {}
-        self._prepared: dict[at.Call, Any] = {}
+        self._prepared: dict[records.Call, Any] = {}
 
     def empty(self, comm: int) -> Callable[..., Any]:
         make: Callable[..., Any] = self.comms[comm].empty
         return make
 
-    def call(self, call: at.Call, index: int, stream: Any) -> Any:
+    def call(self, call: records.Call, index: int, stream: Any) -> Any:
         """Run a call and return the array that the library allocated, else None."""
         comm = self.comms[call.comm]
         name, args = self._arguments(call, index)
@@ -50,7 +55,7 @@ class MiracclCalls:
         result = getattr(comm, name)(*args, **named)
         return result if call.makes else None
 
-    def _arguments(self, call: at.Call, index: int) -> tuple[str, tuple[Any, ...]]:
+    def _arguments(self, call: records.Call, index: int) -> tuple[str, tuple[Any, ...]]:
         x = self._place.part(call.x, index)
         out = None if call.out is None else self._place.part(call.out, index)
         op: Any = PreMulSum(call.scalars[index]) if call.op == "PREMUL_SUM" else RedOp[call.op]
@@ -77,7 +82,7 @@ class MiracclCalls:
             return name, (x, counts[index], [row[index] for row in counts], out)
         return name, (x, out)
 
-    def messages(self, step: at.Messages, index: int, stream: Any) -> None:
+    def messages(self, step: records.Messages, index: int, stream: Any) -> None:
         comm, named = self.comms[step.comm], {} if stream is None else {"stream": stream}
         sent = [m for m in step.messages if m.src == index]
         got = [m for m in step.messages if m.dst == index]
@@ -102,7 +107,7 @@ class MiracclCalls:
             self.works[step.number] = works
 
     def together(
-        self, steps: list[Callable[[], None]], call: at.Call | at.Messages, index: int
+        self, steps: list[Callable[[], None]], call: records.Call | records.Messages, index: int
     ) -> None:
         with miraccl.group():
             for step in steps:
@@ -123,7 +128,7 @@ class MiracclCalls:
     def barrier(self, comm: int, stream: Any) -> None:
         self.comms[comm].barrier(**({} if stream is None else {"stream": stream}))
 
-    def split(self, split: at.Split, index: int, world: int) -> None:
+    def split(self, split: records.Split, index: int, world: int) -> None:
         color = next((i for i, comm in enumerate(split.comms) if world in comm.ranks), None)
         made = self.comms[split.parent].split(color, split.keys[index])
         if color is not None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from miraccl.types import PreMulSum, RedOp
-from tests.gpu.programs import records as at
+from tests.gpu.programs import records
 from tests.gpu.programs.values import parts, pool
 from tests.runtime import reference as ref
 
@@ -23,33 +23,33 @@ class Model:
     communicator]``.
     """
 
-    def __init__(self, program: at.Program) -> None:
-        self.comms = {0: at.Comm(0, tuple(range(program.nranks)))}
+    def __init__(self, program: records.Program) -> None:
+        self.comms = {0: records.Comm(0, tuple(range(program.nranks)))}
         self.memory = {
             b.number: [np.zeros(b.count, ref.DTYPES[b.dtype]) for _ in range(program.nranks)]
             for b in program.buffers
         }
         self._dtypes = {b.number: b.dtype for b in program.buffers}
         self.made: dict[int, list[Array]] = {}
-        self._graphs: dict[int, tuple[at.Step, ...]] = {}
+        self._graphs: dict[int, tuple[records.Step, ...]] = {}
 
-    def apply(self, step: at.Step) -> None:
+    def apply(self, step: records.Step) -> None:
         match step:
-            case at.Call():
+            case records.Call():
                 self._call(step)
-            case at.Messages(messages=messages, comm=comm):
+            case records.Messages(messages=messages, comm=comm):
                 for message in messages:
                     source = self._part(message.source, comm, message.src, 0)
                     self._part(message.target, comm, message.dst, 0)[:] = source.copy()
-            case at.Batch(steps=together):
+            case records.Batch(steps=together):
                 for one in together:
                     self.apply(one)
-            case at.Fill(buffer=buffer, kind=kind, salt=salt):
+            case records.Fill(buffer=buffer, kind=kind, salt=salt):
                 values = pool(self._dtypes[buffer], kind)
                 for rank, array in enumerate(self.memory[buffer]):
                     for place, first, count in parts(array.size, rank, salt):
                         array[place : place + count] = values[first : first + count]
-            case at.Copy(source=source_view, target=target_view):
+            case records.Copy(source=source_view, target=target_view):
                 for rank, (source, target) in enumerate(
                     zip(
                         self.memory[source_view.buffer],
@@ -58,22 +58,22 @@ class Model:
                     )
                 ):
                     target[target_view.of(rank)] = source[source_view.of(rank)]
-            case at.Split(comms=comms):
+            case records.Split(comms=comms):
                 self.comms |= {comm.number: comm for comm in comms}
-            case at.Graph(number=number, body=body):
+            case records.Graph(number=number, body=body):
                 self._graphs[number] = body
-            case at.Replay(graph=graph):
+            case records.Replay(graph=graph):
                 for part in self._graphs[graph]:
                     self.apply(part)
-            case at.Beside(bodies=bodies):
+            case records.Beside(bodies=bodies):
                 for part in itertools.chain(*bodies):
                     self.apply(part)
 
-    def _part(self, view: at.View, comm: int, rank: int, span: int) -> Array:
+    def _part(self, view: records.View, comm: int, rank: int, span: int) -> Array:
         """Return the slice of a view on a rank of a communicator."""
         return self.memory[view.buffer][self.comms[comm].ranks[rank]][view.of(span)]
 
-    def _call(self, call: at.Call) -> None:
+    def _call(self, call: records.Call) -> None:
         n = len(self.comms[call.comm].ranks)
         inputs = [self._part(call.x, call.comm, rank, rank).copy() for rank in range(n)]
         results = results_of(call, inputs)
@@ -88,7 +88,7 @@ class Model:
                 self._part(target, call.comm, rank, rank)[:] = result
 
 
-def reduction(call: at.Call, arrays: Sequence[Array]) -> Array:
+def reduction(call: records.Call, arrays: Sequence[Array]) -> Array:
     if call.op in _BITWISE:
         total = arrays[0]
         for array in arrays[1:]:
@@ -98,7 +98,7 @@ def reduction(call: at.Call, arrays: Sequence[Array]) -> Array:
     return ref.reduce_arrays(arrays, op, call.scalars)
 
 
-def results_of(call: at.Call, inputs: Sequence[Array]) -> list[Array | None]:
+def results_of(call: records.Call, inputs: Sequence[Array]) -> list[Array | None]:
     """Return each rank's result, or None."""
     n = len(inputs)
     match call.name:

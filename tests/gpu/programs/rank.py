@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.gpu.programs import records as at
+from tests.gpu.programs import records
 from tests.gpu.programs.draw import draw
 from tests.gpu.programs.memory import CpuMemory, Cuda
 from tests.gpu.programs.miraccl_calls import MiracclCalls
@@ -51,7 +51,7 @@ class ProgramRank:
 
     def __init__(
         self,
-        program: at.Program,
+        program: records.Program,
         rank: int,
         meeting: dict[str, Any],
         notes: ProgressFile | None = None,
@@ -66,8 +66,8 @@ class ProgramRank:
         else:
             self.calls = MiracclCalls(program, rank, program.nranks, meeting, self.place)
         self.model = Model(program)
-        self._numbered: dict[int, at.Call | at.Messages] = {}
-        self._made: list[tuple[at.Call, Any]] = []
+        self._numbered: dict[int, records.Call | records.Messages] = {}
+        self._made: list[tuple[records.Call, Any]] = []
         self._replays: dict[int, Callable[[], None]] = {}
         self._random = random.Random(f"{program.seed} {rank}")
 
@@ -88,7 +88,7 @@ class ProgramRank:
             self._note(f"step {number}: {step}")
             self._step(step)
             self.model.apply(step)
-            if isinstance(step, at.Check):
+            if isinstance(step, records.Check):
                 self._compare(number)
         self._note("the end")
         self._replays.clear()
@@ -102,52 +102,52 @@ class ProgramRank:
         ranks = self.model.comms[comm].ranks
         return ranks.index(self._rank) if self._rank in ranks else None
 
-    def _step(self, step: at.Step) -> None:
+    def _step(self, step: records.Step) -> None:
         self._random_delay(getattr(step, "stream", None) or 0)
         match step:
-            case at.Call() | at.Messages():
+            case records.Call() | records.Messages():
                 self._numbered[step.number] = step
                 self._operation(step)
-            case at.Batch():
+            case records.Batch():
                 self._batch(step)
-            case at.Wait():
+            case records.Wait():
                 self._wait(step)
-            case at.Fill():
+            case records.Fill():
                 with self.place.using(step.stream, [step.buffer]):
                     self.place.fill(
                         self._program.buffers[step.buffer], step.kind, self._rank, step.salt
                     )
-            case at.Copy():
+            case records.Copy():
                 with self.place.using(step.stream, [step.source.buffer, step.target.buffer]):
                     self.place.copy(step.source, step.target, self._rank)
-            case at.Barrier():
+            case records.Barrier():
                 if self._index(step.comm) is not None:
                     with self.place.using(
                         step.stream or 0, [], names_stream=step.stream is not None
                     ) as stream:
                         self.calls.barrier(step.comm, stream)
-            case at.Split():
+            case records.Split():
                 index = self._index(step.parent)
                 if index is not None:
                     self.calls.split(step, index, self._rank)
-            case at.Finalize():
+            case records.Finalize():
                 if self._index(step.comm) is not None:
                     self.calls.finalize(step.comm)
-            case at.Graph():
+            case records.Graph():
                 self._replays[step.number] = self.place.capture(
                     step.stream, lambda: self._steps(step.body)
                 )
-            case at.Replay():
+            case records.Replay():
                 if self.calls.leaves_behind:
                     self.place.synchronize()
                 with self.place.alone(step.stream):
                     self._replays[step.graph]()
-            case at.Beside():
+            case records.Beside():
                 self._beside(step)
-            case at.Check():
+            case records.Check():
                 self.place.synchronize()
 
-    def _steps(self, steps: tuple[at.Step, ...]) -> None:
+    def _steps(self, steps: tuple[records.Step, ...]) -> None:
         for step in steps:
             self._step(step)
 
@@ -159,21 +159,21 @@ class ProgramRank:
         elif chance > 0.92:
             self.place.stall(stream, self._random.random() * 1.5)
 
-    def _operation(self, step: at.Call | at.Messages) -> None:
+    def _operation(self, step: records.Call | records.Messages) -> None:
         index = self._index(step.comm)
         if index is None:
             return
         with self.place.using(
             step.stream, [view.buffer for view in step.views], names_stream=step.names_stream
         ) as stream:
-            if isinstance(step, at.Messages):
+            if isinstance(step, records.Messages):
                 self.calls.messages(step, index, stream)
                 return
             made = self.calls.call(step, index, stream)
         if made is not None:
             self._made.append((step, made))
 
-    def _batch(self, batch: at.Batch) -> None:
+    def _batch(self, batch: records.Batch) -> None:
         parts = [step for step in batch.steps if self._index(step.comm) is not None]
         if not parts:
             return
@@ -192,14 +192,14 @@ class ProgramRank:
                 actions.append(functools.partial(self._part, step, named))
             self.calls.together(actions, parts[0], index)
 
-    def _part(self, step: at.Call | at.Messages, stream: Any) -> None:
+    def _part(self, step: records.Call | records.Messages, stream: Any) -> None:
         index = self._index(step.comm)
         assert index is not None
-        (self.calls.messages if isinstance(step, at.Messages) else self.calls.call)(
+        (self.calls.messages if isinstance(step, records.Messages) else self.calls.call)(
             step, index, stream
         )
 
-    def _wait(self, wait: at.Wait) -> None:
+    def _wait(self, wait: records.Wait) -> None:
         step = self._numbered[wait.number]
         if self._index(step.comm) is None:
             return
@@ -207,13 +207,13 @@ class ProgramRank:
             wait.stream, [view.buffer for view in step.views], names_stream=wait.names_stream
         ) as stream:
             result = self.calls.wait(wait.number, wait.on_host, stream)
-        if isinstance(step, at.Call) and step.makes and result is not None:
+        if isinstance(step, records.Call) and step.makes and result is not None:
             self._made.append((step, result))
 
-    def _beside(self, beside: at.Beside) -> None:
+    def _beside(self, beside: records.Beside) -> None:
         errors: list[BaseException] = []
 
-        def run(body: tuple[at.Step, ...]) -> None:
+        def run(body: tuple[records.Step, ...]) -> None:
             try:
                 self.place.enter_thread()
                 self._steps(body)
@@ -282,17 +282,17 @@ def touched(steps: Any) -> set[int]:
     found: set[int] = set()
     for step in steps:
         match step:
-            case at.Call() | at.Messages():
+            case records.Call() | records.Messages():
                 found |= {view.buffer for view in step.views}
-            case at.Batch():
+            case records.Batch():
                 found |= touched(step.steps)
-            case at.Fill():
+            case records.Fill():
                 found.add(step.buffer)
-            case at.Copy():
+            case records.Copy():
                 found |= {step.source.buffer, step.target.buffer}
-            case at.Graph():
+            case records.Graph():
                 found |= touched(step.body)
-            case at.Beside():
+            case records.Beside():
                 found |= touched([part for body in step.bodies for part in body])
     return found
 

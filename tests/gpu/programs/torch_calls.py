@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 import miraccl.torch
-from tests.gpu.programs import records as at
+from tests.gpu.programs import records
 from tests.gpu.programs.memory import CpuMemory
 
 LIMIT = datetime.timedelta(seconds=60)
@@ -24,7 +24,12 @@ class TorchCalls:
     """Process groups of one rank."""
 
     def __init__(
-        self, program: at.Program, rank: int, nranks: int, meeting: dict[str, Any], place: CpuMemory
+        self,
+        program: records.Program,
+        rank: int,
+        nranks: int,
+        meeting: dict[str, Any],
+        place: CpuMemory,
     ) -> None:
         assert miraccl.torch.NAME
         self._place, self._rank, self._on_gpu = place, rank, place.on_gpu
@@ -50,7 +55,7 @@ class TorchCalls:
 
     # ---- collectives
 
-    def call(self, call: at.Call, index: int, stream: Any) -> Any:
+    def call(self, call: records.Call, index: int, stream: Any) -> Any:
         group, asynchronous = self.comms[call.comm], call.form.endswith("async")
         x = self._place.part(call.x, index)
         out = None if call.out is None else self._place.part(call.out, index)
@@ -73,12 +78,12 @@ class TorchCalls:
             self.works[call.number] = [work.get_future() if "future" in call.form else work]
         return None
 
-    def _operator(self, call: at.Call, index: int) -> Any:
+    def _operator(self, call: records.Call, index: int) -> Any:
         if call.op == "PREMUL_SUM":
             return dist._make_nccl_premul_sum(float(call.scalars[index]))
         return getattr(dist.ReduceOp, _OPS.get(call.op, call.op))
 
-    def _plain(self, call: at.Call, index: int, x: Any, out: Any, asynchronous: bool) -> Any:
+    def _plain(self, call: records.Call, index: int, x: Any, out: Any, asynchronous: bool) -> Any:
         more = {"group": self.comms[call.comm], "async_op": asynchronous}
         root = self._ranks[call.comm][call.root]
         match call.name:
@@ -96,13 +101,13 @@ class TorchCalls:
                 return dist.all_to_all_single(out, x, *self._splits(call, index), **more)
         raise ValueError(call.name)
 
-    def _splits(self, call: at.Call, index: int) -> tuple[Any, Any]:
+    def _splits(self, call: records.Call, index: int) -> tuple[Any, Any]:
         """Return the splits of the output and of the input."""
         if not call.uneven:
             return None, None
         return [row[index] for row in call.counts], list(call.counts[index])
 
-    def _list(self, call: at.Call, index: int, x: Any, out: Any, asynchronous: bool) -> Any:
+    def _list(self, call: records.Call, index: int, x: Any, out: Any, asynchronous: bool) -> Any:
         more = {"group": self.comms[call.comm], "async_op": asynchronous}
         counts, root = call.counts[0], self._ranks[call.comm][call.root]
         match call.name:
@@ -125,7 +130,7 @@ class TorchCalls:
                 return dist.all_to_all(list(outs), list(x.split(call.counts[index])), **more)
         raise ValueError(call.name)
 
-    def _functional(self, call: at.Call, index: int, x: Any, group: Any) -> Any:
+    def _functional(self, call: records.Call, index: int, x: Any, group: Any) -> Any:
         """Run a functional collective; PyTorch 2.11 rejects some strided tensors before any backend
         sees them.
         """
@@ -146,7 +151,7 @@ class TorchCalls:
                 )
         raise ValueError(call.name)
 
-    def _dropped(self, call: at.Call, index: int, x: Any, group: Any) -> Any:
+    def _dropped(self, call: records.Call, index: int, x: Any, group: Any) -> Any:
         """Run an operation on a copy that every other rank frees at once and reuses."""
         copy = x.clone()
         work = dist.all_reduce(copy, self._operator(call, index), group=group, async_op=True)
@@ -163,7 +168,7 @@ class TorchCalls:
 
     # ---- messages and batches
 
-    def messages(self, step: at.Messages, index: int, stream: Any) -> None:
+    def messages(self, step: records.Messages, index: int, stream: Any) -> None:
         group, ranks = self.comms[step.comm], self._ranks[step.comm]
         mine = []  # (sends, memory, peer)
         for m in step.messages:
@@ -201,9 +206,9 @@ class TorchCalls:
             functional.wait_tensor(tensor)
 
     def together(
-        self, steps: list[Callable[[], None]], call: at.Call | at.Messages, index: int
+        self, steps: list[Callable[[], None]], call: records.Call | records.Messages, index: int
     ) -> None:
-        assert isinstance(call, at.Call)
+        assert isinstance(call, records.Call)
         device = self._place.part(call.x, index).device
         with dist._coalescing_manager(
             self.comms[call.comm], device=device, async_ops=call.number % 2 == 1
@@ -226,7 +231,7 @@ class TorchCalls:
     def barrier(self, comm: int, stream: Any) -> None:
         dist.barrier(self.comms[comm])
 
-    def split(self, split: at.Split, index: int, world: int) -> None:
+    def split(self, split: records.Split, index: int, world: int) -> None:
         for comm in split.comms:
             group = dist.new_group(list(comm.ranks), timeout=LIMIT)
             if world in comm.ranks:
