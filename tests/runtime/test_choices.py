@@ -306,7 +306,7 @@ FLAWED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
             lambda rank: [right(rank)[0], signal([1 - rank]), wait([1 - rank]), right(rank)[1]]
         ),
         {},
-        "CPU ranks take them in the order they were sent in",
+        "CPU ranks consume them in the order of their posts",
     ),
     "too wide": (
         lambda *args: symmetric_all_reduce(

@@ -1,8 +1,9 @@
-"""What compiled code knows of NumPy: the header of an array and the addresses of the data types' descriptors.
+"""NumPy's ABI as compiled code reads it: array headers and addresses of dtype descriptors.
 
-A door gets arrays as objects and reads ``PyArrayObject_fields`` itself (NumPy's C ABI).  ``headers_are_readable`` compares what it
-would read with what NumPy says, on probes, before a door is ever used; where they differ (another interpreter, a build with a
-different object header) every call takes the long way, which asks NumPy.
+The fast path gets arrays as objects and reads ``PyArrayObject_fields`` itself.
+``headers_are_readable`` compares the fields with NumPy's answers on probes before the fast path is
+used; if they differ (another interpreter, a build with a different object header) every call takes
+the slow path, which asks NumPy.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from miraccl.types import DType
 
 
 def dtype_of(array: np.ndarray) -> DType | None:
-    """Our code for the array's element type, or None if collectives do not carry it."""
+    """Return the DType of an array's elements, None if collectives do not support it."""
     return DTYPE_OF.get(array.dtype)
 
 
 def descriptor_addresses() -> np.ndarray:
-    """One word per DType: the address of its descriptor object, which arrays of that type point to."""
+    """Return the addresses of the descriptor objects that arrays of each DType point to."""
     return np.array([id(NUMPY_DTYPE[code]) for code in DType], np.int64)
 
 
 @functools.cache
 def headers_are_readable() -> bool:
+    """Return True if reading array headers gives the same values as asking NumPy."""
     if sys.implementation.name != "cpython" or ctypes.sizeof(ctypes.c_void_p) != 8:
         return False
     if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():

@@ -1,7 +1,7 @@
-"""A rank's context: the private words that the engine works on, the doors, and the table of plans.
+"""Context of a rank: the private memory that the engine works on, fast calls, and cached runs.
 
-The context is the only thing that compiled code is given; everything it points to is owned here or by the transports, and stays
-until ``close``.
+Compiled code receives the address of the context only. Everything it points to is owned here or by
+the transports, and stays valid until ``close``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,15 @@ PLAN_SLOTS = 1024  # entries of the table of plans; a power of two
 
 @dataclass(frozen=True, kw_only=True)
 class PeerConnections:
-    """One peer's connections as the engine needs them; addresses are of this process.
+    """Both connections of one peer; addresses are of this process.
 
-    ``kind`` is ``layout.KIND_*``.  For shared memory: ``ctrl`` the peer's control page, ``pid`` its process, ``window`` where its
-    window memory is mapped, ``readable`` whether it can read this process's private memory.  For the network: ``bell`` and ``asleep`` of
-    the proxy.
+    Attributes:
+        capabilities: ``layout.CAP_*`` bits (``transport.base.Capability``).
+        ctrl: Control page of the peer; 0 where a proxy moves the messages.
+        pid: Process of the peer on this machine, else 0.
+        window: Address of the peer's window memory.
+        readable: True if the peer, or the proxy, can read this process's private memory.
+        doorbell, asleep: Eventfd of the proxy, and address of the word that is 1 while it sleeps.
     """
 
     capabilities: int
@@ -56,10 +60,15 @@ class PeerConnections:
 
 @dataclass(frozen=True, kw_only=True)
 class WaitPolicy:
-    """How to wait: ``spin`` polls with a pause, then ``yields`` of the processor, then naps of at most ``nap_s`` until the deadline.
+    """Stages of a wait: spinning, yielding, sleeping.
 
-    ``membarrier``: a sleeper makes the barrier that a waker would need; ``step_aside``: it leaves a core that
-    has more ranks than another (see ``kernels.waiting``).
+    Attributes:
+        spin: Polls with a pause before the first yield.
+        yields: Yields of the processor before the first sleep.
+        max_sleep_s: Longest sleep between checks for other ends of the wait.
+        membarrier: True if a sleeper issues the barrier that its waker would need.
+        migrate: True if a sleeper leaves a core that has more ranks than another one (see
+            ``kernels.waiting``).
     """
 
     spin: int = 2000
@@ -77,21 +86,25 @@ def _engine(name: str) -> int:
 
 @functools.cache
 def fold_kernel(dtype: DType, op: RedOp) -> int:
-    """Address of the compiled reduction, compiled now if this machine never needed it."""
+    """Return the address of a compiled reduction, compiling it at its first use on this machine."""
     name = f"fold_{dtype.label}_{op.name.lower()}"
     return native.library(FOLDS, (name,)).address(native.PREFIX + name)
 
 
 @functools.cache
 def scale_kernel(dtype: DType, divides: bool) -> int:
-    """Address of ``times`` (by a number in memory: a float64 for floats, else an element) or ``over`` (by an integer) for a data type."""
+    """Return the address of the multiplication or division of an array by a scalar.
+
+    ``divides``: by an integer; otherwise multiplication by a number in memory, a float64 for
+    floats, else an element.
+    """
     name = f"{'over' if divides else 'times'}_{dtype.label}"
     return native.library(FOLDS, (name,)).address(native.PREFIX + name)
 
 
 @functools.cache
 def nogil_kernel(name: str) -> int:
-    """Address of ``run_nogil`` or ``exchange_nogil`` of ``executor.cpu.kernels.nogil``."""
+    """Return the address of an export of ``kernels.nogil.operations``, such as ``run_nogil``."""
     return native.library(NOGIL).address(native.PREFIX + name)
 
 
@@ -111,12 +124,18 @@ def call_kernel(address: int, a: int, b: int, c: int, d: int) -> int:
 
 
 def set_counts(run: Run, counts: BlockCounts) -> None:
-    """Write counts into a run that nobody else knows yet."""
+    """Write counts into a run that is not in use."""
     call_kernel(_engine("set_counts"), run.address, counts.address, 0, 0)
 
 
 class Context:
-    """The words of one communicator on one rank. Not thread-safe: ``comm`` lets one thread in at a time."""
+    """Engine state of one communicator on one rank. Not thread-safe: the caller admits one thread.
+
+    Attributes:
+        gone: Table, not 0 for ranks that have left in an orderly way.
+        control_waits: Table of waits on the control plane (``layout.CONTROL_WAIT_*``).
+        launch: Fast call that runs any cached run on given addresses.
+    """
 
     def __init__(
         self,
@@ -137,7 +156,7 @@ class Context:
         self._send = np.zeros((nranks, layout.CONN_SIZE // 8), np.int64)
         self._recv = np.zeros((nranks, layout.CONN_SIZE // 8), np.int64)
         self._ctrls = np.zeros(nranks, np.int64)
-        # of each source three words: ``kernels.operands``
+        # three words per source: ``kernels.operands``
         self._scratch = np.zeros(layout.SCRATCH_SOURCES // 8 + 1 + 3 * nranks, np.int64)
         self._stage = np.zeros(stage_bytes + 64, np.int8)
         self._sendrecv_ops = np.zeros(2 * layout.OP_SIZE // 8, np.int64)
@@ -178,7 +197,7 @@ class Context:
             (layout.CTX_PLANS, self._plans.ctypes.data),
             (layout.CTX_PLANS_MASK, PLAN_SLOTS - 1),
             (layout.CTX_DTYPES, self._dtypes.ctypes.data),
-            # A door that cannot read headers must never match a type: no object has address 1.
+            # No object has address 1: without readable headers no array matches the type.
             (layout.CTX_ARRAY_TYPE, id(np.ndarray) if arrays.headers_are_readable() else 1),
             (layout.CTX_NONE, id(None)),
             (layout.CTX_FALSE, id(False)),
@@ -230,7 +249,7 @@ class Context:
         self._send[peer, layout.CONN_DIRECT // 8] = int(connection.readable)
         self._recv[peer, layout.CONN_CTS // 8] = connection.recv_cts
 
-    # ---- words
+    # ---- state
 
     def get(self, place: int) -> int:
         return int(self.words[place // 8])
@@ -240,12 +259,14 @@ class Context:
 
     @property
     def in_engine(self) -> bool:
-        """Whether a thread is in the engine."""
+        """True while a thread is in the engine."""
         return self.get(layout.CTX_INSIDE) != 0
 
     @property
     def interrupted(self) -> bool:
-        """Whether this very thread is in the engine: it runs the handler of a signal meanwhile."""
+        """True if the calling thread is in the engine, that is, runs a signal handler during a
+        wait.
+        """
         return self.in_engine and self.get(layout.CTX_TSTATE) == _this_thread()
 
     def reraise_deferred(self) -> NoReturn:
@@ -255,32 +276,37 @@ class Context:
         self.words[first : first + 3] = 0
         if kept[0] is None:
             raise KeyboardInterrupt
-        # ctypes finds the exception set when the call returns, and raises it
+        # ctypes raises the exception that is set when the call returns.
         _restore_exception(*kept)
         raise AssertionError("unreachable")
 
     def record_control_wait(self, rank: int, seq: int, sent: int) -> None:
-        """A rank waits on the control plane; its last operation was ``seq``, and it has sent ``sent`` messages here (-1: unknown)."""
+        """Record that ``rank`` waits on the control plane, for ``waiting.peer_diverged``.
+
+        Args:
+            seq: Sequence number of its last operation.
+            sent: Messages that it has sent to this rank, -1 if unknown.
+        """
         row = self.control_waits[rank]
         row[layout.CONTROL_WAIT_SEQ // 8], row[layout.CONTROL_WAIT_SENT // 8] = seq, sent
         atomics.store_release(int(row.ctypes.data) + layout.CONTROL_WAIT_SET, 1)
 
     def messages_sent(self) -> list[int]:
-        """How many messages have been posted to each rank."""
+        """Return the number of messages posted to each rank."""
         return [int(count) for count in self._send[:, layout.CONN_COUNT // 8]]
 
     def messages_received(self, rank: int) -> int:
-        """How many messages of a rank have been taken."""
+        """Return the number of messages of ``rank`` that were consumed."""
         return int(self._recv[rank, layout.CONN_COUNT // 8])
 
     def pending_sendrecv(self) -> list[tuple[int, bool]]:
-        """What is left of a ``sendrecv`` that is under way: (peer, whether it receives)."""
+        """Return (peer, receives) for each unfinished half of the current ``sendrecv``."""
         rows = self._sendrecv_ops.reshape(2, -1)
         left = [row for row in rows if row[layout.OP_DONE // 8] < row[layout.OP_SEGMENTS // 8]]
         return [(int(row[layout.OP_PEER // 8]), bool(row[layout.OP_RECEIVES // 8])) for row in left]
 
     def private_bytes(self) -> int:
-        """Bytes of the context's own arrays and of all runs."""
+        """Return the bytes of the context's own arrays and of all cached runs."""
         own = (
             self.words,
             self._send,
@@ -297,16 +323,22 @@ class Context:
         )
         return sum(a.nbytes for a in own) + runs
 
-    # ---- doors and plans
+    # ---- fast calls and cached runs
 
     def fast_call(
         self, kind: str, collective: Collective, *, arg: int = 0, run: Run | None = None
     ) -> Callable[..., int]:
-        """A builtin of the engine bound to this context; ``kind``: an entry of ``kernels.engine``, such as ``collective`` or ``prepared``.
-        Who gives a ``run`` holds it as long as the door."""
+        """Return a builtin of the engine bound to this context.
+
+        Args:
+            kind: Entry point of ``kernels.engine``, such as ``collective`` or ``prepared``.
+            run: Run of a persistent operation; it owns the builtin's record, so the caller keeps
+                the run
+                alive as long as the builtin.
+        """
         record = np.array([self.address, int(collective), arg, run.address if run else 0], np.int64)
         call = native.builtin(collective.label, _engine(kind), int(record.ctypes.data))
-        # the door of a run lives no longer than the run
+        # The call of a run lives no longer than the run.
         (self._fast_calls if run is None else run.owned).append(record)
         return cast("Callable[..., int]", call)
 
@@ -322,9 +354,10 @@ class Context:
         *,
         uneven: bool = False,
     ) -> None:
-        """Enter a run into the table in which doors look for it; where its places are taken, an older entry is replaced.
+        """Enter a run into the table in which fast calls look for it, replacing an older entry if
+        needed.
 
-        For an ``uneven`` run, ``count`` is the class of its sizes, and ``out_count`` is 0.
+        For an ``uneven`` run, ``count`` is its size class and ``out_count`` is 0.
         """
         kind = int(collective) | (layout.UNEVEN if uneven else 0)
         key = _plan_key(kind, count, out_count, int(dtype), arg, int(in_place))
@@ -346,13 +379,13 @@ class Context:
         self._runs[run.address] = run
 
     def clear_runs(self) -> None:
-        """Drop all remembered runs; the next call of each kind plans anew."""
+        """Drop all cached runs; the next call of each kind is planned anew."""
         self._plans[:] = -1
         self._runs.clear()
 
 
 def _plan_key(coll: int, count: int, out_count: int, dtype: int, arg: int, in_place: int) -> int:
-    """The hash of ``kernels.calls.find_plan``, in 64-bit arithmetic."""
+    """Return the hash of ``kernels.calls.find_plan``, in 64-bit arithmetic."""
     key = (
         count * 0x9E3779B1
         + out_count * 0x85EBCA6B
@@ -366,6 +399,6 @@ def _plan_key(coll: int, count: int, out_count: int, dtype: int, arg: int, in_pl
 
 
 def words_at(address: int, count: int) -> Words:
-    """A view of words of this process."""
+    """Return a view of words of this process."""
     words: Any = (ctypes.c_int64 * count).from_address(address)
     return np.frombuffer(words, np.int64)

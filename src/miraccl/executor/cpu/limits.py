@@ -1,4 +1,5 @@
-"""What CPU ranks cannot run of the schedules that the verifier finds right; all ranks refuse it alike, before anything is sent.
+"""Limits of CPU ranks beyond those of the verifier; all ranks reject a schedule alike, before
+sending.
 
 Only schedules of users come near these limits.
 """
@@ -15,13 +16,15 @@ from miraccl.schedule.ir import Buffer, Op, Schedule, Step
 from miraccl.schedule.text import format_location
 
 SYNCS = frozenset((Op.SIGNAL, Op.WAIT, Op.BARRIER))
-#: A part of a step that happens at once: the ranks taken from, those posted to, and what.
+#: Part of a step that is executed at once: (ranks received from, ranks posted to, description).
 StepPart = tuple[Sequence[int], Sequence[int], str]
 MESSAGE, SIGNAL, BARRIER_SIGNAL = "a message", "a signal", "a signal of a barrier"
 
 
 def check_limits(schedule: Schedule) -> None:
-    """Raise ``InvalidUsage`` with the first step that cannot be run."""
+    """Check that CPU ranks can run the schedule. Raises ``InvalidUsage`` naming the first step they
+    cannot.
+    """
     if schedule.needs_addressable_memory and schedule.scratch_chunks:
         _check_remote_memory(schedule)
     if schedule.ops & SYNCS:
@@ -30,26 +33,30 @@ def check_limits(schedule: Schedule) -> None:
 
 
 def check_width(schedule: Schedule, slot_bytes: int) -> None:
-    """Raise ``InvalidUsage`` where a slot has no room for a message of the widest step."""
+    """Check that a message of the widest step fits into a slot. Raises ``InvalidUsage``."""
     if slot_bytes // schedule.widest < ALIGN:
         raise InvalidUsage(
-            f"a step of {schedule.name} moves {schedule.widest} chunks, too many for slots of {slot_bytes} bytes"
+            f"cannot run {schedule.name}: a step moves {schedule.widest} chunks, too many for "
+            f"slots of {slot_bytes} bytes"
         )
 
 
 def _check_remote_memory(schedule: Schedule) -> None:
-    """Signals tell peers where inputs and outputs lie, not where scratch does."""
+    """Check that no step addresses scratch of a peer: signals name inputs and outputs only."""
     for number, channel in enumerate(schedule.channels):
         for rank, steps in enumerate(channel):
             for position, step in enumerate(steps):
                 if step.remote is not None and step.remote.buffer is Buffer.SCRATCH:
                     raise InvalidUsage(
-                        f"{format_location(schedule, number, rank, position)}: peers cannot address scratch memory on CPUs"
+                        f"{format_location(schedule, number, rank, position)}: peers "
+                        "cannot address scratch memory on CPUs"
                     )
 
 
 def _check_order(schedule: Schedule, channel: int) -> None:
-    """Signals go through the FIFO of the messages: they are taken in the order in which both were posted, and need places there."""
+    """Check signals, which go through the FIFO of the messages: they are consumed in the order of
+    their posts, and need lines there.
+    """
     nranks, programs = schedule.nranks, schedule.channels[channel]
     fifos: defaultdict[tuple[int, int], deque[str]] = defaultdict(deque)  # by sender and receiver
     parts = [
@@ -67,7 +74,10 @@ def _check_order(schedule: Schedule, channel: int) -> None:
                 break
             for sender in senders:
                 if (posted := fifos[sender, rank].popleft()) is not kind:
-                    text = f"{posted} is before {kind} from rank {sender}, and CPU ranks take them in the order they were sent in"
+                    text = (
+                        f"{posted} precedes {kind} from rank {sender}, and CPU ranks consume them "
+                        "in the order of their posts"
+                    )
                     raise InvalidUsage(
                         f"{format_location(schedule, channel, rank, number)}: {text}"
                     )
@@ -77,21 +87,24 @@ def _check_order(schedule: Schedule, channel: int) -> None:
             ready.extend((*senders, *receivers))
     for rank, (position, steps) in enumerate(zip(positions, parts, strict=True)):
         if position < len(steps):
-            text = f"gets stuck on CPUs, where {NSLOTS} messages and signals at most are under way from one rank to another"
+            text = (
+                f"gets stuck on CPUs: at most {NSLOTS} messages and signals are in flight from one "
+                "rank to another"
+            )
             raise InvalidUsage(
                 f"{format_location(schedule, channel, rank, steps[position][0])}: {text}"
             )
 
 
 def sync_peers(step: Step, rank: int, nranks: int) -> list[int]:
-    """The other ranks that a signal, wait or barrier is for."""
+    """Return the other ranks that a signal, wait or barrier concerns."""
     return [
         peer for peer in (range(nranks) if step.op is Op.BARRIER else step.peers) if peer != rank
     ]
 
 
 def _parts(step: Step, rank: int, nranks: int) -> Iterator[StepPart]:
-    """A step as the engine does it (``kernels.steps``)."""
+    """Yield the parts of a step as the engine runs them (``kernels.steps``)."""
     if step.op not in SYNCS:
         yield (
             step.senders(rank),

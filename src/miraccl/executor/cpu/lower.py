@@ -1,8 +1,9 @@
-"""Schedule -> Program -> Run: from symbolic chunks to words that the engine walks over.
+"""Lowering: Schedule -> Program -> Run, from symbolic chunks to the words that the engine walks.
 
-``lower`` turns one rank's steps into a flat array; it depends on the schedule alone and is kept.  A ``Run`` adds what a plan says
-(element size, round size, kernels); it is kept per plan.  The counts of its blocks come last (``kernels.counts``): once where a plan is for
-one count, with every call where counts are uneven.  Nothing here looks at data.
+``lower`` turns one rank's steps into a flat array; it depends on the schedule alone and is cached.
+A ``Run`` adds the properties of a plan (element size, round size, kernels) and is cached per plan.
+The counts of its blocks come last (``kernels.counts``): once for a plan of one count, with every
+call for uneven counts. Nothing here reads data.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ Words = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """The steps of one rank, ``STEP_SIZE`` bytes each; ``peers`` is the memory that they point into."""
+    """Steps of one rank, ``STEP_SIZE`` bytes each.
+
+    Attributes:
+        peers: Memory that the steps' lists of peers point into.
+        sends: Ranks that the program sends to.
+    """
 
     schedule: Schedule
     rank: int
@@ -40,10 +46,15 @@ class Program:
 
 
 def lower(schedule: Schedule, rank: int, *, signalled: bool = False) -> Program:
-    """The program of ``rank``. Channels follow one another: a CPU rank has one thread to run them.
+    """Return the program of ``rank``; channels follow each other, as a CPU rank has one thread.
 
-    ``opened``: the signals with which the schedule begins have been exchanged already (the engine asked where buffers lie).  Raises
-    ``InvalidUsage`` for what CPU ranks cannot run (``limits``).
+    Args:
+        signalled: True if the signals at the start of the schedule have been exchanged already,
+            when
+            the engine negotiated the window path.
+
+    Raises:
+        InvalidUsage: CPU ranks cannot run the schedule (``limits``).
     """
     check_limits(schedule)
     steps = [step for channel in schedule.channels for step in channel[rank]]
@@ -93,7 +104,10 @@ def _encode(step: Step, when: int, peers: int, npeers: int) -> Words:
 
 
 def signature(collective: Collective, dtype: DType, op: RedOp, root: int, count: int) -> int:
-    """What ranks must agree on, without the sequence number (bits 0-15): collective, dtype, operator, root and a hash of the count."""
+    """Return what ranks must agree on, without the sequence number (bits 0-15).
+
+    Fields: collective, dtype, operator, root and a hash of the count.
+    """
     return (
         collective << 16
         | dtype << 21
@@ -104,7 +118,7 @@ def signature(collective: Collective, dtype: DType, op: RedOp, root: int, count:
 
 
 def describe_signature(sig: int) -> dict[str, str]:
-    """The fields of a signature by name; the count is only a hash."""
+    """Return the fields of a signature by name; the count is only a hash."""
 
     def name(kind: type[Collective] | type[DType] | type[RedOp], value: int) -> str:
         try:
@@ -123,10 +137,13 @@ def describe_signature(sig: int) -> dict[str, str]:
 
 
 class BlockCounts:
-    """The elements of a call's blocks on this rank, in the words of ``kernels.counts``: ``inputs``, then ``outputs``.
+    """Elements of a call's blocks on this rank, in the words of ``kernels.counts``.
 
-    ``agreed`` is what ranks compare, a count or the hash of a list, 0 where they know nothing of each other's; ``shown`` is told where they
-    differ.
+    Args:
+        inputs, outputs: Elements of each block.
+        agreed: Value that ranks compare: a count or the hash of a list, 0 if ranks do not know each
+            other's counts.
+        reported: Count shown if they differ.
     """
 
     def __init__(
@@ -137,10 +154,18 @@ class BlockCounts:
 
 
 class Run:
-    """A program with its arguments, ready for the engine but for counts and addresses. Owns the memory it points to.
+    """Program with its arguments, complete but for counts and addresses; owns the memory it points
+    to.
 
-    ``block_bytes`` is the size of the blocks that scratch memory has chunks of; ``stream_from`` how many bytes both buffers have that do
-    not fit into caches.
+    Args:
+        block_bytes: Size of the blocks of which scratch memory has chunks.
+        direct: Bytes from which payloads are posted by address; -1: never.
+        epilogue, epilogue_arg: Kernel applied to the output at the end, and its argument.
+        stream_from: Bytes of both buffers that exceed the caches.
+
+    Attributes:
+        owned: Objects that live as long as the run.
+        window_run: Run used instead on the window path.
     """
 
     def __init__(
@@ -161,7 +186,7 @@ class Run:
     ) -> None:
         schedule, itemsize = program.schedule, dtype.itemsize
         self.program = program
-        self.owned: list[Any] = []  # what lives as long as this
+        self.owned: list[Any] = []
         self.in_blocks = np.zeros(
             (max(1, schedule.input_chunks // schedule.parts), layout.BLOCK_SIZE // 8), np.int64
         )
@@ -206,7 +231,7 @@ class Run:
         self._negotiate_peers = np.zeros(0, np.int64)
 
     def set_window_path(self, other: Run, ranks: Sequence[int]) -> None:
-        """Take ``other`` instead whenever the buffers of this rank and of ``ranks`` are window memory."""
+        """Use ``other`` instead if the buffers of this rank and of ``ranks`` are window memory."""
         self.window_run, self._negotiate_peers = other, np.array(ranks, np.int64)
         self.words[layout.RUN_WINDOW_PATH // 8] = other.address
         self.words[layout.RUN_NEGOTIATE_PEERS // 8] = self._negotiate_peers.ctypes.data

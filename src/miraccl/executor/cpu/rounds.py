@@ -1,9 +1,11 @@
-"""In which rounds of a program signals, waits and barriers are done.
+"""Rounds of a program in which signals, waits and barriers are executed.
 
-A round is the whole schedule on one piece of every chunk, so doing all of them in every round is always right.  Many are needed once:
-signals before all data say that buffers are ready, those after all data that everything is done, and rounds touch different pieces of
-memory.  Such a signal may be left out of the other rounds if its wait is, too, and if nothing else hangs on the order of the two: on each
-rank those of the first round are the first steps of the program, those of the last round the last ones.
+A round is the whole schedule on one slice of every chunk, so executing all of them in every round
+is always correct. Many are needed once: signals before all data say that buffers are ready, those
+after all data that everything is done, and rounds access disjoint memory. Such a signal may be
+omitted from the other rounds if its wait is as well, and if nothing else depends on the order of
+the two: on each rank those of the first round are the first steps of the program, those of the last
+round the last ones.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ from miraccl.executor.cpu.limits import SYNCS, sync_peers
 from miraccl.schedule.ir import Op, Schedule, Step
 
 Program = Sequence[Step]
-#: (who signals, who waits, whether at a barrier)
+#: (signalling rank, waiting rank, True for a barrier)
 Signal = tuple[int, int, bool]
 
 
 def rounds_of(schedule: Schedule, *, signalled: bool) -> list[list[int]]:
-    """For each rank the ``layout.*_ROUND`` of its steps, channel after channel; data move in every round. ``opened`` as in ``lower``."""
+    """Return for each rank the ``layout.*_ROUND`` of its steps, channel after channel.
+
+    Data move in every round. ``signalled``: see ``lower``.
+    """
     programs = [
         [step for channel in schedule.channels for step in channel[rank]]
         for rank in range(schedule.nranks)
@@ -47,7 +52,7 @@ def rounds_of(schedule: Schedule, *, signalled: bool) -> list[list[int]]:
 
 
 def _matched_prefixes(programs: Sequence[Program]) -> list[int]:
-    """How many steps each program begins with that do nothing but signal and wait, where both ends of every signal are among them."""
+    """Return the length of each program's prefix of signals and waits that match each other."""
     lengths = [
         next((i for i, step in enumerate(steps) if step.op not in SYNCS), len(steps))
         for steps in programs
@@ -70,7 +75,7 @@ def _matched_prefixes(programs: Sequence[Program]) -> list[int]:
 def _paired_prefix(
     steps: Program, rank: int, nranks: int, sent: Counter[Signal], received: Counter[Signal]
 ) -> int:
-    """How many steps come before the first one with a signal that has no other end."""
+    """Return the number of steps before the first signal or wait without its counterpart."""
     own_sent, own_taken = Counter[Signal](), Counter[Signal]()
     for number, step in enumerate(steps):
         own_sent.update(signals := list(_sent_signals(step, rank, nranks)))

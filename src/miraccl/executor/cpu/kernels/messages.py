@@ -123,7 +123,7 @@ def drain(ctx: int, conn: int, peer: int) -> int:
 
 @inline
 def receive(ctx: int, conn: int, peer: int, sig: int) -> int:
-    """Wait for the next message of a receive connection; it must belong to the operation ``sig``."""
+    """Wait for the next message of a receive connection, which must belong to operation ``sig``."""
     line = descriptor_line(conn)
     code = wait(ctx, line + layout.DESC_FLAG, load(conn + layout.CONN_COUNT) + 1, peer)
     if code != layout.OK:

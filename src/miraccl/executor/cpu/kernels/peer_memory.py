@@ -37,7 +37,7 @@ def locate(ctx: int, address: int, nbytes: int, private: int) -> tuple[int, int]
 
 @inline
 def locate_buffers(ctx: int, run: int) -> tuple[int, int, int]:
-    """Return (PRIVATE_* bits, location of the input, of the output) of this rank, for its signals."""
+    """Return (PRIVATE_* bits, location of input, of output) of this rank, for its signals."""
     in_mode, in_at = locate(
         ctx, load(run + layout.RUN_IN), load(run + layout.RUN_IN_BYTES), layout.PRIVATE_IN
     )

@@ -83,7 +83,7 @@ def next_slot_address(conn: int) -> int:
 
 @inline
 def claim_slot(conn: int) -> int:
-    """Use ``next_slot`` for the message that is about to be posted; return the mode that names it."""
+    """Use ``next_slot`` for the message that is being posted; return the mode that names it."""
     number, message = next_slot(conn), load(conn + layout.CONN_COUNT)
     if load(conn + layout.CONN_CAPS) & layout.CAP_NEEDS_PROGRESS == 0:
         store(conn + layout.CONN_FREE, load(conn + layout.CONN_FREE) >> 8)
@@ -152,7 +152,7 @@ def has_free_slot(conn: int) -> bool:
 
 @inline
 def swap_slot(ctx: int, conn: int) -> int:
-    """Keep the slot of the received message and choose one to return: 1 + its number, 0 for none."""
+    """Keep the slot of the received message; return 1 + the slot to give back, 0 for none."""
     out = load(ctx + layout.CTX_SEND) + conn - load(ctx + layout.CTX_RECV)
     nfree = load(out + layout.CONN_NFREE)
     if load(out + layout.CONN_WARM) >= nfree and nfree < layout.NSLOTS:

@@ -1,4 +1,4 @@
-"""Fast path of send, recv and sendrecv: checked arrays and peers to the engine of ``kernels.p2p``."""
+"""Fast path of send, recv and sendrecv: from arguments to the engine of ``kernels.p2p``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def send_or_receive(ctx: int, args: int, receives: bool) -> int:
 
 @inline
 def fill_op(ctx: int, op: int, receives: bool, array: int, peer: int) -> bool:
-    """Write one operation of an exchange; return False if array or peer must go to the slow path."""
+    """Write one operation of an exchange; False if array or peer must go to the slow path."""
     if not is_usable(ctx, array, WRITABLE if receives else READABLE):
         return False
     if peer < 0 or peer >= load(ctx + layout.CTX_NRANKS) or peer == load(ctx + layout.CTX_RANK):

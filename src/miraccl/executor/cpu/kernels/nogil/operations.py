@@ -94,7 +94,7 @@ def payload_moved(direction: int, upto: int) -> int:
 
 @inline
 def fold_some(exchange: int) -> bool:
-    """Reduce what has arrived from all peers and been sent to all; return True when all is reduced."""
+    """Reduce what has arrived from all peers and been sent to all; True when all is reduced."""
     total, done = load(exchange + offsets.FOLD_BYTES), load(exchange + offsets.FOLDED)
     upto = total
     for i in range(load(exchange + offsets.NPEERS)):
@@ -177,7 +177,9 @@ def write_header(direction: int, sig: int) -> None:
 
 
 def exchange_nogil(ctx: int, exchange: int, unused: int, unused2: int) -> int:
-    """Run the exchange (``offsets``): OK, an ERR_*, or NOT_BEGUN if the engine is closed or in use."""
+    """Run the exchange (``offsets``): OK, an ERR_*, or NOT_BEGUN if the engine is closed or
+    busy.
+    """
     if not enter(ctx):
         return NOT_BEGUN
     begin(ctx, exchange)

@@ -32,7 +32,7 @@ POLLIN, POLLOUT, POLLERR, POLLHUP, POLLRDHUP = 1, 4, 8, 16, 0x2000
 
 @inline
 def build_msghdr(exchange: int, header: int, direction: int, most: int) -> int:
-    """Build a struct msghdr for the rest of header and payload, at most ``most`` bytes of payload."""
+    """Build a struct msghdr for the rest of a message, at most ``most`` bytes of payload."""
     vectors, message, count = exchange + offsets.VECTOR, exchange + offsets.MESSAGE, 0
     moved = load(direction + offsets.MOVED)
     if moved < offsets.HEADER_BYTES:
@@ -159,7 +159,7 @@ def publish_missing(ctx: int, exchange: int) -> int:
 
 @inline
 def ended_peer(exchange: int) -> int:
-    """Return a peer whose stream has ended before its messages were complete, -1 if there is none."""
+    """Return a peer whose stream has ended before its messages were complete, -1 if none."""
     for i in range(load(exchange + offsets.NPEERS)):
         row = load(exchange + offsets.ROWS) + i * offsets.ROW_BYTES
         if load(row + offsets.ENDED) != 0 and remaining_both(row) > 0:
