@@ -8,13 +8,20 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from miraccl.schedule.ir import Op, Step
 from miraccl.sim.fabric import Flow, VirtualFabric
-from miraccl.sim.links import Links
+from miraccl.sim.links import Route
 
 #: steps of a rank by channel
 RankProgram = Sequence[Sequence[Step]]
+
+
+class Routes(Protocol):
+    """Routes between the ranks of a schedule; ``Links`` are those of a whole machine."""
+
+    def route(self, sender: int, receiver: int, /) -> Route: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +82,7 @@ class ScheduleExecution:
 
     fabric: VirtualFabric
     nranks: int
-    routes: Links
+    routes: Routes
     rounds: int
     depth: int
     nbytes: Callable[[Worker], float]

@@ -19,11 +19,11 @@ Action = Callable[[], None]
 class Flow:
     """A transfer in progress.
 
-    ``load`` counts how often each link is crossed; ``rate`` is in bytes per us.
+    ``load`` has the links with the number of times each is crossed; ``rate`` is in bytes per us.
     """
 
     remaining: float
-    load: Counter[int]
+    load: tuple[tuple[int, int], ...]
     done: Action
     rate: float = 0.0
 
@@ -59,7 +59,7 @@ class VirtualFabric:
 
     def start(self, nbytes: float, load: Counter[int], done: Action) -> Flow:
         """Start a transfer of ``nbytes`` over ``load`` and call ``done`` at its end."""
-        flow = Flow(nbytes, load, done)
+        flow = Flow(nbytes, tuple(load.items()), done)
         self._flows.append(flow)
         self._rates_are_current = False
         for link, times in load.items():
@@ -100,28 +100,36 @@ class VirtualFabric:
             action()
 
     def _share_bandwidth(self) -> None:
-        """Set max-min fair rates: fix the flows of the most contended link, then repeat with the
+        """Set max-min fair rates: fix the flows of the most contended links, then repeat with the
         rest.
         """
         if self._rates_are_current:
             return
         self._rates_are_current = True
-        demand: Counter[int] = Counter()
+        demand: dict[int, int] = {}
         for flow in self._flows:
-            demand.update(flow.load)
+            for link, times in flow.load:
+                demand[link] = demand.get(link, 0) + times
         left = {link: self._capacities[link] for link in demand}
         open_flows = self._flows
         while open_flows:
-            level, tightest = min((left[link] / times, link) for link, times in demand.items())
+            shares = {link: left[link] / times for link, times in demand.items()}
+            level = min(shares.values())
+            # Links of equal contention are fixed together; the tolerance is for rounding.
+            limit = level * (1 + 1e-12)
+            tightest = {link for link, share in shares.items() if share <= limit}
             going = []
             for flow in open_flows:
-                if tightest not in flow.load:
+                load = flow.load
+                for link, _ in load:
+                    if link in tightest:
+                        break
+                else:
                     going.append(flow)
                     continue
                 flow.rate = level
-                for link, times in flow.load.items():
+                for link, times in load:
                     left[link] -= level * times
                     demand[link] -= times
-                    if not demand[link]:
-                        del demand[link]
+            demand = {link: times for link, times in demand.items() if times}
             open_flows = going

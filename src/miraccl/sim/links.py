@@ -17,6 +17,8 @@ from miraccl.topo.records import PathType
 #: default latency in us, from a store until another rank's load sees it: the order of NVLink and of
 #: the cores of a host
 LATENCY_US = 1.0
+#: default latency in us between nodes: the order of RDMA through one switch
+NETWORK_LATENCY_US = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,45 @@ def mesh(nranks: int, bandwidth: float, latency_us: float = LATENCY_US) -> Links
         nranks=nranks,
         names=tuple(f"rank {a} to rank {b}" for a, b in pairs),
         bandwidths=(bandwidth,) * len(pairs),
+        routes=routes,
+    )
+
+
+def cluster(
+    nodes: int,
+    ranks_per_node: int,
+    bandwidth: float = 100.0,
+    network_bandwidth: float = 25.0,
+    *,
+    latency_us: float = LATENCY_US,
+    network_latency_us: float = NETWORK_LATENCY_US,
+) -> Links:
+    """Return links of equal nodes: a switch in each, one NIC per node, and an ideal network.
+
+    Rank ``r`` is on node ``r // ranks_per_node``. Bandwidths are in GB/s per direction, of a rank
+    and of a NIC.
+    """
+    nranks = nodes * ranks_per_node
+    if nodes < 1 or ranks_per_node < 1:
+        raise InvalidUsage(
+            f"cannot build {nodes} nodes of {ranks_per_node} ranks: both must be at least 1"
+        )
+    names = [
+        f"{direction} rank {rank}" for direction in ("out of", "into") for rank in range(nranks)
+    ]
+    nics = [f"{direction} node {node}" for direction in ("out of", "into") for node in range(nodes)]
+    routes: dict[tuple[int, int], Route] = {}
+    for a, b in _pairs(nranks):
+        x, y = a // ranks_per_node, b // ranks_per_node
+        if x == y:
+            routes[a, b] = Route((a, nranks + b), latency_us)
+        else:
+            out, into = 2 * nranks + x, 2 * nranks + nodes + y
+            routes[a, b] = Route((a, out, into, nranks + b), network_latency_us)
+    return Links(
+        nranks=nranks,
+        names=(*names, *nics),
+        bandwidths=(bandwidth,) * len(names) + (network_bandwidth,) * len(nics),
         routes=routes,
     )
 
