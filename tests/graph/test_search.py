@@ -24,7 +24,7 @@ from miraccl.graph.channel_graph import (
 )
 from miraccl.graph.search import End, Origin, SearchResult, SearchSettings, Stop, search_channels
 from miraccl.graph.search.explain import explain_search
-from miraccl.graph.search.kernel.state import SearchState
+from miraccl.graph.search.kernel.state import ChannelSearchState
 from miraccl.graph.search.report import Phase, Reason
 from miraccl.graph.search.run import walk_compiled, walk_interpreted
 from miraccl.topo.analyse import Domain
@@ -140,12 +140,12 @@ def _check_bandwidth(graph: ChannelGraph, system: System, paths: PathTable) -> N
 @given(domains(max_gpus=3), st.integers(1, 100), st.integers(0, 30))
 def test_compiled_and_interpreted_walks_agree(domain: Domain, budget: int, skipped: int) -> None:
     """Graphs, visits and all arrays are bit-identical after walks from any point of a search."""
-    boards: list[SearchState] = []
+    boards: list[ChannelSearchState] = []
 
-    def some_of(walk: Callable[[SearchState], None]) -> Callable[[SearchState], None]:
+    def some_of(walk: Callable[[ChannelSearchState], None]) -> Callable[[ChannelSearchState], None]:
         walks = 0
 
-        def run(state: SearchState) -> None:
+        def run(state: ChannelSearchState) -> None:
             nonlocal walks
             walks += 1
             if walks == 1:
@@ -162,16 +162,16 @@ def test_compiled_and_interpreted_walks_agree(domain: Domain, budget: int, skipp
         for w in (walk_compiled, walk_interpreted)
     ]
     assert results[0] == results[1]
-    for name, a, b in zip(SearchState._fields, boards[0], boards[1]):
+    for name, a, b in zip(ChannelSearchState._fields, boards[0], boards[1]):
         assert a.tobytes() == b.tobytes(), name
 
 
 @SLOW
 @given(domains())
 def test_search_releases_all_bandwidth(domain: Domain) -> None:
-    boards: list[SearchState] = []
+    boards: list[ChannelSearchState] = []
 
-    def walk(state: SearchState) -> None:
+    def walk(state: ChannelSearchState) -> None:
         boards[:] = [state]
         walk_compiled(state)
         assert not state.used.any()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from miraccl.errors import TopologyError
 from miraccl.graph.channel_graph import GraphKind, Pattern
 from miraccl.graph.search.kernel import order, transitions
-from miraccl.graph.search.kernel.state import CURRENT, SearchState
+from miraccl.graph.search.kernel.state import CURRENT, ChannelSearchState
 from miraccl.graph.search.nets import candidate_nets, preferred_nets
 from miraccl.graph.search.passes import MAX_DIRECT_HEADS
 from miraccl.graph.search.speeds import INTER_BLACKWELL, INTRA, first_at_most, speeds_for
@@ -88,7 +88,7 @@ def pcie_pair(vendor: CpuVendor = CpuVendor.INTEL, sm: int = 80, gpus: int = 2) 
     return NearestDevices(system, paths)
 
 
-def state_for(nearest: NearestDevices, **graph: Any) -> SearchState:
+def state_for(nearest: NearestDevices, **graph: Any) -> ChannelSearchState:
     state = build_state(nearest)
     defaults = {
         "pattern": Pattern.RING,
@@ -102,7 +102,7 @@ def state_for(nearest: NearestDevices, **graph: Any) -> SearchState:
     return state
 
 
-def left(state: SearchState) -> list[float]:
+def left(state: ChannelSearchState) -> list[float]:
     return [float(bw) for bw in state.links["bw"]]
 
 

@@ -169,8 +169,8 @@ def test_ipc_is_tried_with_a_peer(machine: Any, monkeypatch: pytest.MonkeyPatch)
     )
 
 
-def gpu(dev: int, *links: tuple[str, int]) -> nvml.GpuInfo:
-    return nvml.GpuInfo(dev=dev, bus_id=f"0000:0{dev}:00.0", sm=90, nvlinks=links)
+def gpu(dev: int, *links: tuple[str, int]) -> nvml.NvmlGpu:
+    return nvml.NvmlGpu(dev=dev, bus_id=f"0000:0{dev}:00.0", sm=90, nvlinks=links)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def gpu(dev: int, *links: tuple[str, int]) -> nvml.GpuInfo:
 def test_nvlinks(
     machine: Any,
     monkeypatch: pytest.MonkeyPatch,
-    gpus: list[nvml.GpuInfo],
+    gpus: list[nvml.NvmlGpu],
     status: str,
     expected_text: str,
 ) -> None:

@@ -242,7 +242,8 @@ TOUR = """(() => {
   click(buttons("protocols").find((b) => b.textContent === "LL"));
   out.bounds = text("bounds");
   out.folded = [...document.querySelectorAll("details")].filter((d) => !d.open).length;
-  out.lists = Math.max(...[...document.querySelectorAll("#why > ul")].map((u) => u.children.length));
+  const lists = [...document.querySelectorAll("#why > ul")];
+  out.lists = Math.max(...lists.map((list) => list.children.length));
   out.lines = text("ranks").split("\\n").length;
   out.why = text("why").length;
   const shape = (name, last) => {

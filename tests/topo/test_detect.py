@@ -12,7 +12,7 @@ import pytest
 from miraccl.topo.analyse import analyse_topology
 from miraccl.topo.check import check_topology
 from miraccl.topo.detect import detect_machine
-from miraccl.topo.nvml import GpuInfo, read_gpus, short_bus_id
+from miraccl.topo.nvml import NvmlGpu, read_gpus, short_bus_id
 from miraccl.topo.records import CpuVendor, LinkType, NodeType, PathType
 from miraccl.topo.sysfs import Sysfs, natural
 from miraccl.topo.xmlfile import format_topology, parse_topology, read_topology
@@ -55,9 +55,9 @@ def machine(tmp_path):
 
 
 GPUS = [
-    GpuInfo(dev=0, bus_id="0000:03:00.0", sm=80, nvlinks=(("0000:04:00.0", 4),)),
-    GpuInfo(dev=1, bus_id="0000:04:00.0", sm=80, nvlinks=(("0000:03:00.0", 4),)),
-    GpuInfo(
+    NvmlGpu(dev=0, bus_id="0000:03:00.0", sm=80, nvlinks=(("0000:04:00.0", 4),)),
+    NvmlGpu(dev=1, bus_id="0000:04:00.0", sm=80, nvlinks=(("0000:03:00.0", 4),)),
+    NvmlGpu(
         dev=2, bus_id="0000:81:00.0", sm=80, nvlinks=(("fffffff:ffff:ff", 6),), c2c=(44712, 10)
     ),
 ]
@@ -148,7 +148,7 @@ def test_ports_of_a_nic_are_one_device(machine):
 
 def test_gpu_missing_from_sysfs(machine):
     file = detect_machine(
-        machine.root, gpus=[GpuInfo(dev=0, bus_id="0000:77:00.0", sm=90)], arch="x86_64"
+        machine.root, gpus=[NvmlGpu(dev=0, bus_id="0000:77:00.0", sm=90)], arch="x86_64"
     )
     assert [cpu.attrs["numaid"] for cpu in file.root.children] == ["-1", "0"]
     assert any("0000:77:00.0 is not in sysfs" in text for _, text in file.notes)
@@ -278,7 +278,7 @@ def test_cyclic_pci_tree(machine):
         place.unlink(missing_ok=True)
         place.symlink_to(folder)
     assert inner.exists()
-    gpus = [GpuInfo(dev=0, bus_id="0000:91:00.0", sm=80)]
+    gpus = [NvmlGpu(dev=0, bus_id="0000:91:00.0", sm=80)]
     text = format_topology(detect_machine(machine.root, gpus=gpus, arch="x86_64").root)
     assert len(analyse_topology(parse_topology(text).root).system.gpus) == 1
 
@@ -369,7 +369,7 @@ def test_gpu_info_from_nvml(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     gpus, _ = read_gpus()
     assert gpus == [
-        GpuInfo(
+        NvmlGpu(
             dev=0, bus_id="0000:1b:00.0", sm=90, nvlinks=(("ffffffff:ff:ff.0", 2),), c2c=(44712, 1)
         )
     ]
@@ -399,7 +399,7 @@ def test_a_virtual_machine_as_nccl_dumped_it(tmp_path):
     fake.net("eth0", virtio, speed="-1")
     fake.net("ifb0", None)
     links = (("fffffff:ff:ff.0", 18),)
-    gpus = [GpuInfo(dev=i, bus_id=f"0000:00:0{6 + i}.0", sm=90, nvlinks=links) for i in range(2)]
+    gpus = [NvmlGpu(dev=i, bus_id=f"0000:00:0{6 + i}.0", sm=90, nvlinks=links) for i in range(2)]
     dumped = read_topology(TOPOLOGIES / "device-2xH200-vm.xml").root
     assert format_topology(
         detect_machine(tmp_path, gpus=gpus, arch="x86_64").root

@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from miraccl.topo.nvml import GpuInfo, read_gpus
+from miraccl.topo.nvml import NvmlGpu, read_gpus
 from miraccl.topo.select import fuse_ranks
 from miraccl.topo.sysfs import BUS_ID, Sysfs, printable
 from miraccl.topo.xmlfile import XmlFile, XmlNode, read_topology
@@ -50,7 +50,7 @@ _VIRTUAL = re.compile(
 def detect_machine(
     root: str | os.PathLike[str] = "/",
     *,
-    gpus: Sequence[GpuInfo] | None = None,
+    gpus: Sequence[NvmlGpu] | None = None,
     cpu_ranks: int | None = None,
     arch: str | None = None,
     base: XmlNode | None = None,
@@ -226,7 +226,7 @@ class _MachineDetector:
 
     # Ranks
 
-    def gpu(self, info: GpuInfo) -> None:
+    def gpu(self, info: NvmlGpu) -> None:
         pci = self.pci(info.bus_id, "0x03")
         attrs = {
             "dev": str(info.dev),

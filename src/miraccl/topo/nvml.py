@@ -20,7 +20,7 @@ _CAP_P2P = 0  # NVML_NVLINK_CAP_P2P_SUPPORTED
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuInfo:
+class NvmlGpu:
     """Properties of one GPU.
 
     ``sm`` is the compute capability times ten; ``nvlinks`` lists remote ends (bus id, lower case)
@@ -44,7 +44,7 @@ def short_bus_id(text: str) -> str:
     return f"{domain.lstrip('0').rjust(4, '0')}:{rest}"
 
 
-def read_gpus() -> tuple[list[GpuInfo], str]:
+def read_gpus() -> tuple[list[NvmlGpu], str]:
     """Return the GPUs that NVML reports, and the reason if there are none."""
     try:
         pynvml: Any = importlib.import_module("pynvml")
@@ -64,10 +64,10 @@ def read_gpus() -> tuple[list[GpuInfo], str]:
         pynvml.nvmlShutdown()
 
 
-def _gpu(nvml: Any, dev: int) -> GpuInfo:
+def _gpu(nvml: Any, dev: int) -> NvmlGpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(dev)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    return GpuInfo(
+    return NvmlGpu(
         dev=dev,
         bus_id=short_bus_id(_text(nvml.nvmlDeviceGetPciInfo(handle).busId)),
         sm=major * 10 + minor,

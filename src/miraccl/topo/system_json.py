@@ -162,7 +162,7 @@ def _link_resolver(
     by_name: dict[str, list[int]] = {}
     for i, entry in enumerate(entries):
         by_name.setdefault(entry["name"], []).append(i)
-    taken: set[tuple[int, LinkType, int]] = set()
+    used: set[tuple[int, LinkType, int]] = set()
 
     def resolve(source: int, kind: LinkType, bw: float, name: str) -> int:
         candidates = by_name.get(name)
@@ -174,14 +174,14 @@ def _link_resolver(
         if len(candidates) == 1:
             return candidates[0]
         back = entries[source]["name"]
-        free = [target for target in candidates if (source, kind, target) not in taken]
+        free = [target for target in candidates if (source, kind, target) not in used]
         for same_bw in (True, False):  # between CPUs of different kinds the two directions differ
             for target in free:
                 if any(
                     t == kind.name and n == back and (f32(b) == bw or not same_bw)
                     for t, b, n in entries[target]["links"]
                 ):
-                    taken.add((source, kind, target))
+                    used.add((source, kind, target))
                     return target
         raise TopologyError(
             f"cannot read {where}: a link of {back} leads to {name}, which has no link back"

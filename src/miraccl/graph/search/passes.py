@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from miraccl.graph.channel_graph import ChannelGraph, GraphKind, Pattern, start_graph
-from miraccl.graph.search.kernel.state import BEST, CURRENT, SearchState
+from miraccl.graph.search.kernel.state import BEST, CURRENT, ChannelSearchState
 from miraccl.graph.search.report import (
     Duplication,
     End,
@@ -60,7 +60,7 @@ class SearchContext:
 
     nearest: NearestDevices
     settings: SearchSettings
-    state: SearchState
+    state: ChannelSearchState
     walk: Walk
     from_file: Mapping[GraphKind, ChannelGraph]
 

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 
 from miraccl.graph.search.kernel import walk
-from miraccl.graph.search.kernel.state import ROW, SearchState
+from miraccl.graph.search.kernel.state import ROW, ChannelSearchState
 
-Walk = Callable[[SearchState], None]
+Walk = Callable[[ChannelSearchState], None]
 
 
-def walk_interpreted(state: SearchState) -> None:
+def walk_interpreted(state: ChannelSearchState) -> None:
     """Run the kernel as ordinary Python, the reference for the compiled version (1000x slower)."""
     walk.search(state)
 
 
-def walk_compiled(state: SearchState) -> None:
+def walk_compiled(state: ChannelSearchState) -> None:
     """Run the kernel as machine code.
 
     The first call of a process loads it; the first call on a machine compiles it.

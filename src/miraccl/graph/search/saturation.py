@@ -22,14 +22,14 @@ def find_saturated_links(
     """
     if graph.pattern in (Pattern.NVLS, Pattern.COLLNET_DIRECT):
         return ()
-    taken: dict[int, float] = defaultdict(float)
+    used: dict[int, float] = defaultdict(float)
     most: dict[int, float] = defaultdict(float)
     for path, bw in _traffic(system, paths, graph):
         for hop in path.hops:
-            taken[hop] += bw
+            used[hop] += bw
             most[hop] = max(most[hop], bw)
     full = []
-    for number, bw in taken.items():
+    for number, bw in used.items():
         link = system.links[number]
         left = link.bw - bw
         if left < most[number]:

@@ -1,4 +1,4 @@
-"""Construction of a ``SearchState`` from ``System`` and ``PathTable``."""
+"""Construction of a ``ChannelSearchState`` from ``System`` and ``PathTable``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from miraccl.graph.search.kernel.state import (
     LINK,
     NET,
     PATH,
-    SearchState,
+    ChannelSearchState,
 )
 from miraccl.graph.search.nets import candidate_nets
 from miraccl.topo.queries import NearestDevices
@@ -44,7 +44,7 @@ FRAMES_BESIDE_GPUS = 8
 channel, and two spare ones."""
 
 
-def build_state(nearest: NearestDevices) -> SearchState:
+def build_state(nearest: NearestDevices) -> ChannelSearchState:
     """Allocate a state with all bandwidth available and two empty graphs.
 
     Where nets are used, :func:`set_candidates` must be called before a walk. Raises
@@ -64,7 +64,7 @@ def build_state(nearest: NearestDevices) -> SearchState:
     lists = np.zeros(header[0].exits_first + 2 * ngpus + (ngpus + 1) * nnets, np.int64)
     lists[: header[0].exits_first] = [gpu for gpus in near for gpu in gpus]
     frames = (ngpus + FRAMES_BESIDE_GPUS) * (MAX_CHANNELS + 1)
-    return SearchState(
+    return ChannelSearchState(
         header=header,
         graphs=np.zeros(2, GRAPH),
         ranks=np.zeros((2, MAX_CHANNELS, ngpus), np.int64),
@@ -89,7 +89,7 @@ def _array(rows: Sequence[tuple[Any, ...]], dtype: Any) -> Any:
     return array
 
 
-def set_candidates(state: SearchState, nearest: NearestDevices, worst: PathType) -> None:
+def set_candidates(state: ChannelSearchState, nearest: NearestDevices, worst: PathType) -> None:
     """Write the nets by which channels may enter and leave, up to path type ``worst``."""
     header = state.header[0]
     ngpus = int(header.ngpus)

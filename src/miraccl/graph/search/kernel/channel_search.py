@@ -2,7 +2,7 @@
 
 Only its compiler imports this module, because the import loads Numba. ``search(address)`` takes the
 address of a table of int64 with one row (address, lengths) per array of the state, in the order of
-``SearchState``.
+``ChannelSearchState``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from miraccl.graph.search.kernel.state import DIMENSIONS, RECORDS, ROW, SearchState
+from miraccl.graph.search.kernel.state import DIMENSIONS, RECORDS, ROW, ChannelSearchState
 from miraccl.graph.search.kernel.walk import WALK
 from miraccl.graph.search.kernel.walk import search as walk
 
@@ -93,7 +93,7 @@ def _attribute(row: int, name: str, dtype: Any, dimensions: int) -> None:
     extending.overload_attribute(SearchStateType, name)(implementation)
 
 
-for _row, _name in enumerate(SearchState._fields):
+for _row, _name in enumerate(ChannelSearchState._fields):
     _attribute(_row, _name, RECORDS[_row], DIMENSIONS[_row])
 
 

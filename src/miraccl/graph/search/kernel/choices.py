@@ -28,11 +28,11 @@ from miraccl.graph.search.kernel.state import (
     PICK_NET,
     PICK_NEXT,
     REPLAY,
-    SearchState,
+    ChannelSearchState,
 )
 
 
-def push(state: SearchState, pick: int, count: int) -> Any:
+def push(state: ChannelSearchState, pick: int, count: int) -> Any:
     """Push a frame with ``count`` alternatives; the caller has filled its row of choices."""
     header = state.header[0]
     frame = state.frames[header.depth]
@@ -45,7 +45,7 @@ def push(state: SearchState, pick: int, count: int) -> Any:
     return frame
 
 
-def open_channel(state: SearchState) -> None:
+def open_channel(state: ChannelSearchState) -> None:
     """Push the choice of the next channel's start."""
     header = state.header[0]
     if header.inter:
@@ -54,7 +54,7 @@ def open_channel(state: SearchState) -> None:
         push_first_gpu(state, -1)
 
 
-def push_first_gpu(state: SearchState, net: int) -> None:
+def push_first_gpu(state: ChannelSearchState, net: int) -> None:
     """Push the choice of a channel's first GPU, entered from ``net`` (-1 for none).
 
     Alternatives are pairs of order and GPU.
@@ -84,14 +84,14 @@ def push_first_gpu(state: SearchState, net: int) -> None:
     push(state, PICK_FIRST, count).net = net
 
 
-def add_all_gpus(state: SearchState, choices: Any, count: int) -> int:
+def add_all_gpus(state: ChannelSearchState, choices: Any, count: int) -> int:
     """Add every GPU as a first GPU; return the new count."""
     for gpu in range(state.header[0].ngpus):
         count = add_first(choices, count, FREE, gpu)
     return count
 
 
-def add_near_gpus(state: SearchState, choices: Any, count: int, net: int) -> int:
+def add_near_gpus(state: ChannelSearchState, choices: Any, count: int, net: int) -> int:
     """Add the GPU that is local to the net, then the others at the same distance."""
     local = state.nets[net].local_gpu
     if local >= 0:
@@ -110,7 +110,7 @@ def add_first(choices: Any, count: int, order: int, gpu: int) -> int:
     return count + 1
 
 
-def free_head(state: SearchState, net: int) -> int:
+def free_head(state: ChannelSearchState, net: int) -> int:
     """Return the GPU closest to a net if it may head one more channel, else -1."""
     graph = state.graphs[CURRENT]
     gpu = state.nets[net].local_gpu
@@ -122,7 +122,7 @@ def free_head(state: SearchState, net: int) -> int:
     return int(gpu)
 
 
-def replayed_gpu(state: SearchState, step: int) -> int:
+def replayed_gpu(state: ChannelSearchState, step: int) -> int:
     """Return the GPU that follows this step in the previous channel."""
     rank = state.ranks[CURRENT, state.graphs[CURRENT].n_channels - 1, step + 1]
     for gpu in range(state.header[0].ngpus):
@@ -131,7 +131,9 @@ def replayed_gpu(state: SearchState, step: int) -> int:
     return -1
 
 
-def visit(state: SearchState, gpu: int, step: int, to_net: int, to_first: int, order: int) -> None:
+def visit(
+    state: ChannelSearchState, gpu: int, step: int, to_net: int, to_first: int, order: int
+) -> None:
     """Arrive at a GPU: charge one visit and push the choice of the next vertex.
 
     Nothing is pushed once the budget is used up.
@@ -179,7 +181,7 @@ def visit(state: SearchState, gpu: int, step: int, to_net: int, to_first: int, o
     frame.order = order
 
 
-def complete_channel(state: SearchState) -> None:
+def complete_channel(state: ChannelSearchState) -> None:
     """Count the channel, save the graph if it is the best so far, and push the next channel."""
     header = state.header[0]
     graph = state.graphs[CURRENT]
@@ -192,7 +194,7 @@ def complete_channel(state: SearchState) -> None:
     push(state, NEXT_CHANNEL, 1 if graph.n_channels < graph.max_channels else 0)
 
 
-def is_better(state: SearchState) -> bool:
+def is_better(state: ChannelSearchState) -> bool:
     """Return True if the current graph is better than the best one."""
     graph = state.graphs[CURRENT]
     best = state.graphs[BEST]
@@ -215,7 +217,7 @@ def is_better(state: SearchState) -> bool:
     )
 
 
-def copy_graph(state: SearchState, source: int, target: int) -> None:
+def copy_graph(state: ChannelSearchState, source: int, target: int) -> None:
     """Copy one graph with its channels over the other."""
     state.graphs[target] = state.graphs[source]
     for channel in range(state.graphs[source].n_channels):

@@ -13,11 +13,11 @@ from miraccl.graph.search.kernel.state import (
     RING,
     SPLIT_TREE,
     TREE,
-    SearchState,
+    ChannelSearchState,
 )
 
 
-def gpu_pci_bw(state: SearchState, gpu: int) -> int:
+def gpu_pci_bw(state: ChannelSearchState, gpu: int) -> int:
     """Return the rest of a GPU's PCI link: whole GB/s of the worse direction, -1 without a link."""
     if state.gpus[gpu].pci_link < 0:
         return -1
@@ -26,7 +26,7 @@ def gpu_pci_bw(state: SearchState, gpu: int) -> int:
     return int(min(up, down))
 
 
-def compare_gpus(state: SearchState, here: int, net: int, a: int, b: int) -> int:
+def compare_gpus(state: ChannelSearchState, here: int, net: int, a: int, b: int) -> int:
     """Compare GPUs a and b: below 0 if a is tried first, above 0 if b, 0 for equal scores.
 
     ``net`` -1 ignores the network. Criteria in order: more bandwidth to the net, more on PCI, fewer
@@ -51,7 +51,7 @@ def compare_gpus(state: SearchState, here: int, net: int, a: int, b: int) -> int
     return int(path_a.count - path_b.count)
 
 
-def list_next_gpus(state: SearchState, here: int, sort_net: int, row: int) -> int:
+def list_next_gpus(state: ChannelSearchState, here: int, sort_net: int, row: int) -> int:
     """Write the GPUs to try next into a row of choices, best first; return their number.
 
     ``sort_net`` is 1 if the next GPU sends to the network, -1 if a later one does, 0 if none will.
@@ -81,7 +81,7 @@ def list_next_gpus(state: SearchState, here: int, sort_net: int, row: int) -> in
     return neighbours_first(state, here, row, count) if header.nvs >= 0 else count
 
 
-def same_distance(state: SearchState, here: int, row: int, count: int) -> bool:
+def same_distance(state: ChannelSearchState, here: int, row: int, count: int) -> bool:
     """Return True if all choices are equally far from ``here``."""
     for i in range(1, count):
         first = state.paths[here, state.choices[row, 0]]
@@ -91,7 +91,7 @@ def same_distance(state: SearchState, here: int, row: int, count: int) -> bool:
     return True
 
 
-def neighbours_first(state: SearchState, here: int, row: int, count: int) -> int:
+def neighbours_first(state: ChannelSearchState, here: int, row: int, count: int) -> int:
     """Restrict the choices to the neighbours by index; return the number that remains.
 
     Used with an NVSwitch, where traffic among few peers performs best.
@@ -114,7 +114,7 @@ def neighbours_first(state: SearchState, here: int, row: int, count: int) -> int
     return remaining
 
 
-def move_to_front(state: SearchState, row: int, count: int, gpu: int) -> int:
+def move_to_front(state: ChannelSearchState, row: int, count: int, gpu: int) -> int:
     """Move a GPU to the front of the choices; return 1 if it was among them, else 0."""
     choices = state.choices[row]
     for i in range(count):
@@ -129,7 +129,7 @@ def move_to_front(state: SearchState, row: int, count: int, gpu: int) -> int:
 # Nets
 
 
-def find_net(state: SearchState, id: int) -> int:
+def find_net(state: ChannelSearchState, id: int) -> int:
     """Return the first net with this id."""
     for net in range(len(state.nets)):
         if state.nets[net].id == id:
@@ -137,7 +137,7 @@ def find_net(state: SearchState, id: int) -> int:
     return -1
 
 
-def can_enter_by(state: SearchState, net: int, bw: int) -> bool:
+def can_enter_by(state: ChannelSearchState, net: int, bw: int) -> bool:
     """Return True if the next channel may enter by this net."""
     graph = state.graphs[CURRENT]
     if graph.collnet and state.nets[net].collnet == 0:
@@ -151,7 +151,7 @@ def can_enter_by(state: SearchState, net: int, bw: int) -> bool:
     return True
 
 
-def can_leave_by(state: SearchState, net: int, step: int) -> bool:
+def can_leave_by(state: ChannelSearchState, net: int, step: int) -> bool:
     """Return True if the channel may leave by this net at this step."""
     graph = state.graphs[CURRENT]
     channel = graph.n_channels

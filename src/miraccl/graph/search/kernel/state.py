@@ -129,7 +129,7 @@ better graphs found. ``lists[starts_first : starts_first + starts_count]`` are t
 by which GPU g may leave."""
 
 
-class SearchState(NamedTuple):
+class ChannelSearchState(NamedTuple):
     """The arrays of a search.
 
     ``header`` has one record, ``graphs`` two. ``ranks`` is [graph, channel, step], ``ends`` [graph,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.graph.search.kernel.state import BALANCED_TREE, CURRENT, TREE, SearchState
+from miraccl.graph.search.kernel.state import BALANCED_TREE, CURRENT, TREE, ChannelSearchState
 
 DISCONNECTED = 11
 """``PathType.DIS`` as a plain number, for compiled code."""
@@ -33,7 +33,7 @@ def subtract_rounded(a: Any, b: Any) -> Any:
     return np.float32(math.floor(scaled + 0.5)) / THOUSAND
 
 
-def reserve_bandwidth(state: SearchState, path: Any, steps: int, bw: Any) -> int:
+def reserve_bandwidth(state: ChannelSearchState, path: Any, steps: int, bw: Any) -> int:
     """Reserve ``bw`` on the first ``steps`` links of a path; a negative ``bw`` releases it.
 
     Stops before a link with too little bandwidth and returns the number of links done.
@@ -57,7 +57,7 @@ def reserve_bandwidth(state: SearchState, path: Any, steps: int, bw: Any) -> int
     return steps
 
 
-def follow_path(state: SearchState, start: int, end: int, times: Any) -> bool:
+def follow_path(state: ChannelSearchState, start: int, end: int, times: Any) -> bool:
     """Reserve the path between two vertices with ``times`` the bandwidth of the graph.
 
     A negative ``times`` releases it. Returns False, with nothing reserved, if the path does not
@@ -78,7 +78,7 @@ def follow_path(state: SearchState, start: int, end: int, times: Any) -> bool:
             return False
         if (
             graph.pattern <= TREE and state.paths[end, start].type > worst
-        ):  # trees carry data both ways
+        ):  # trees carry data in both directions
             return False
     bw = bw * times
     done = reserve_bandwidth(state, path, path.count, bw)
@@ -89,7 +89,7 @@ def follow_path(state: SearchState, start: int, end: int, times: Any) -> bool:
     return True
 
 
-def follow_path_to_net(state: SearchState, gpu: int, net: int, times: Any) -> bool:
+def follow_path_to_net(state: ChannelSearchState, gpu: int, net: int, times: Any) -> bool:
     """Reserve the path from a GPU to a net.
 
     A balanced tree spreads this traffic over two GPUs, half each.
@@ -103,7 +103,7 @@ def follow_path_to_net(state: SearchState, gpu: int, net: int, times: Any) -> bo
     return possible
 
 
-def reserve_fanout_nvls(state: SearchState, head: int) -> bool:
+def reserve_fanout_nvls(state: ChannelSearchState, head: int) -> bool:
     """Reserve all GPUs to and from the NVSwitch, the head twice; all or nothing."""
     header = state.header[0]
     for gpu in range(header.ngpus):
@@ -117,7 +117,7 @@ def reserve_fanout_nvls(state: SearchState, head: int) -> bool:
     return True
 
 
-def release_fanout_nvls(state: SearchState, head: int, ups: int, downs: int) -> None:
+def release_fanout_nvls(state: ChannelSearchState, head: int, ups: int, downs: int) -> None:
     """Release the first ``ups`` paths to the NVSwitch and the first ``downs`` paths from it."""
     header = state.header[0]
     for gpu in range(ups - 1, -1, -1):
@@ -131,7 +131,7 @@ def fanout_share(ngpus: int) -> Any:
     return np.float32(1.0 / (ngpus - 1))
 
 
-def reserve_fanout_direct(state: SearchState, head: int) -> bool:
+def reserve_fanout_direct(state: ChannelSearchState, head: int) -> bool:
     """Reserve the head to and from each GPU with an equal share; all or nothing."""
     ngpus = state.header[0].ngpus
     share = fanout_share(ngpus)
@@ -146,7 +146,7 @@ def reserve_fanout_direct(state: SearchState, head: int) -> bool:
     return True
 
 
-def release_fanout_direct(state: SearchState, head: int, ups: int, downs: int) -> None:
+def release_fanout_direct(state: ChannelSearchState, head: int, ups: int, downs: int) -> None:
     """Release the first ``ups`` paths to the head and the first ``downs`` paths from it."""
     share = fanout_share(state.header[0].ngpus)
     for gpu in range(ups - 1, -1, -1):
@@ -155,7 +155,7 @@ def release_fanout_direct(state: SearchState, head: int, ups: int, downs: int) -
         follow_path(state, head, gpu, -share)
 
 
-def reserve_net(state: SearchState, net: int, bw: int) -> None:
+def reserve_net(state: ChannelSearchState, net: int, bw: int) -> None:
     """Reserve whole GB/s on all nets that share an adapter's port."""
     for other in range(len(state.nets)):
         if state.nets[other].asic == state.nets[net].asic:

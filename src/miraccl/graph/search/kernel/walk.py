@@ -41,7 +41,7 @@ from miraccl.graph.search.kernel.state import (
     PICK_NEXT,
     RING,
     SPLIT_TREE,
-    SearchState,
+    ChannelSearchState,
 )
 from miraccl.graph.search.kernel.transitions import (
     ONE,
@@ -59,7 +59,7 @@ PCI_ORDER_BUDGET = 1 << 10
 """Visits of the first walk from a net, in PCI order; they are not charged to the budget."""
 
 
-def search(state: SearchState) -> None:
+def search(state: ChannelSearchState) -> None:
     """Walk from the empty graph until all alternatives were tried or the budget is used up."""
     header = state.header[0]
     open_channel(state)
@@ -72,7 +72,7 @@ def search(state: SearchState) -> None:
             header.depth -= 1
 
 
-def apply_next_choice(state: SearchState, frame: Any, row: int) -> bool:
+def apply_next_choice(state: ChannelSearchState, frame: Any, row: int) -> bool:
     """Apply the next possible alternative of a frame; return False if none remains."""
     if frame.pick == NEXT_CHANNEL:
         return begin_next_channel(state, frame)
@@ -97,7 +97,7 @@ def apply_next_choice(state: SearchState, frame: Any, row: int) -> bool:
     return False
 
 
-def begin_next_channel(state: SearchState, frame: Any) -> bool:
+def begin_next_channel(state: ChannelSearchState, frame: Any) -> bool:
     """Open one more channel, or drop the last one and return False."""
     if frame.position < frame.count:
         frame.position += 1
@@ -107,7 +107,7 @@ def begin_next_channel(state: SearchState, frame: Any) -> bool:
     return False
 
 
-def enter_by_net(state: SearchState, frame: Any) -> bool:
+def enter_by_net(state: ChannelSearchState, frame: Any) -> bool:
     """Enter by the next net; channel c starts its tries at the c-th net."""
     header = state.header[0]
     graph = state.graphs[CURRENT]
@@ -128,7 +128,7 @@ def enter_by_net(state: SearchState, frame: Any) -> bool:
     return True
 
 
-def enter_first_gpu(state: SearchState, frame: Any, row: int) -> bool:
+def enter_first_gpu(state: ChannelSearchState, frame: Any, row: int) -> bool:
     """Start the channel at the next alternative for its first GPU."""
     header = state.header[0]
     order = state.choices[row, 2 * (frame.position - 1)]
@@ -153,7 +153,7 @@ def enter_first_gpu(state: SearchState, frame: Any, row: int) -> bool:
     return True
 
 
-def restore_budget(state: SearchState, frame: Any) -> None:
+def restore_budget(state: ChannelSearchState, frame: Any) -> None:
     """Restore the budget after a bounded walk in PCI order.
 
     A best possible graph ends the outer walk, too: its budget stays -1.
@@ -165,7 +165,7 @@ def restore_budget(state: SearchState, frame: Any) -> None:
         frame.order = FREE
 
 
-def leave_by_net(state: SearchState, frame: Any, net: int) -> bool:
+def leave_by_net(state: ChannelSearchState, frame: Any, net: int) -> bool:
     """Leave by this net; a balanced tree leaves once more from its second GPU."""
     graph = state.graphs[CURRENT]
     if not can_leave_by(state, net, frame.step) or not follow_path_to_net(
@@ -179,7 +179,7 @@ def leave_by_net(state: SearchState, frame: Any, net: int) -> bool:
     return True
 
 
-def advance_to_gpu(state: SearchState, frame: Any, gpu: int) -> bool:
+def advance_to_gpu(state: ChannelSearchState, frame: Any, gpu: int) -> bool:
     """Extend the channel to ``gpu``."""
     if not follow_path(state, frame.gpu, gpu, ONE):
         return False
@@ -188,7 +188,7 @@ def advance_to_gpu(state: SearchState, frame: Any, gpu: int) -> bool:
     return True
 
 
-def close_ring(state: SearchState, frame: Any) -> bool:
+def close_ring(state: ChannelSearchState, frame: Any) -> bool:
     """Return to the first GPU of the channel."""
     first = ring_start(state)
     if not follow_path(state, frame.gpu, first, ONE):
@@ -197,7 +197,7 @@ def close_ring(state: SearchState, frame: Any) -> bool:
     return True
 
 
-def ring_start(state: SearchState) -> int:
+def ring_start(state: ChannelSearchState) -> int:
     """Return the first GPU of the current channel."""
     rank = state.ranks[CURRENT, state.graphs[CURRENT].n_channels, 0]
     for gpu in range(state.header[0].ngpus):
@@ -206,7 +206,7 @@ def ring_start(state: SearchState) -> int:
     return -1
 
 
-def finish_channel(state: SearchState, frame: Any) -> bool:
+def finish_channel(state: ChannelSearchState, frame: Any) -> bool:
     """Apply a pick with a single alternative: a fan-out over all GPUs, or FINISH."""
     if frame.pick == FANOUT_NVLS and not reserve_fanout_nvls(state, frame.gpu):
         return False
@@ -222,7 +222,7 @@ def finish_channel(state: SearchState, frame: Any) -> bool:
     return True
 
 
-def undo_choice(state: SearchState, frame: Any) -> None:
+def undo_choice(state: ChannelSearchState, frame: Any) -> None:
     """Undo the open alternative of a frame."""
     header = state.header[0]
     graph = state.graphs[CURRENT]
