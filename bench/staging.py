@@ -36,9 +36,9 @@ from miraccl.runtime.core_access import core_access
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.transfer import DeviceTransfer
 from miraccl.runtime.multinode.direct import DirectStreams
-from miraccl.runtime.multinode.layout import NodeLayout
 from miraccl.runtime.multinode.messages import MessageNetwork, MessageStreams
 from miraccl.runtime.multinode.network import StagedCollective
+from miraccl.runtime.multinode.node_layout import NodeLayout
 from miraccl.runtime.multinode.segments import StagedShape, split_segments
 from miraccl.runtime.multinode.staging import STAGING_THREADS, StagedJob, Staging
 from miraccl.runtime.multinode.transfers import run_on_communicator, split_transfers

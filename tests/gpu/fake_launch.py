@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from miraccl.executor.cuda import launch
-from miraccl.fastpath.cuda import layout
+from miraccl.executor.cuda import fast_call_layout, launch
 
 INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 #: of every launch: grid, block, bytes of shared memory
@@ -37,7 +36,7 @@ class LaunchRecorder:
         self._keep: list[Any] = []
 
     def _asked_attribute(self, out: int, kind: int, address: int) -> int:
-        assert kind == layout.POINTER_DEVICE_ORDINAL
+        assert kind == fast_call_layout.POINTER_DEVICE_ORDINAL
         ordinal = self.ordinals.get(address, 0)
         if ordinal is None:
             return INVALID_VALUE
@@ -78,11 +77,11 @@ class LaunchRecorder:
         )
         assert (ctypes.sizeof(config), launch._LaunchConfig.stream.offset) == (
             56,
-            layout.CONFIG_STREAM,
+            fast_call_layout.CONFIG_STREAM,
         )
         address = ctypes.cast(self._function, ctypes.c_void_p).value or 0
         self._arguments[ctypes.addressof(argument)] = argument
-        record = (ctypes.c_uint64 * layout.RECORD_WORDS)(
+        record = (ctypes.c_uint64 * fast_call_layout.RECORD_WORDS)(
             address,
             ctypes.addressof(argument),
             ctypes.addressof(config),

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from miraccl.executor.cuda import fast_call_layout
 from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.messages import P2pMessage, WarpQueueRules, lower_messages
-from miraccl.fastpath.cuda import layout
 from miraccl.fastpath.cuda.table import CALLS, CudaFastPath, group_builtins
 from miraccl.runtime import group as groups
 from miraccl.types import Collective, DType, RedOp
@@ -60,7 +60,7 @@ class FastPathRank:
             hand_over=self.hand_over,
             retain=self.retain,
         )
-        self.fast_path._write(layout.STATE_DEVICE, DL_CPU)
+        self.fast_path._write(fast_call_layout.STATE_DEVICE, DL_CPU)
         self.fast_path.set_cpu_plan_word(ctypes.addressof(self.cpu_plan))
         self.fast_path.detect_array_types()
         self.fast_path.stream = 0
@@ -106,7 +106,9 @@ class FastPathRank:
         addresses in reverse order.
         """
         made: Any = types.SimpleNamespace(record=self.driver.record(number, len(messages)))
-        argument = ctypes.c_uint64.from_address(made.record + 8 * layout.RECORD_ARGUMENT).value
+        argument = ctypes.c_uint64.from_address(
+            made.record + 8 * fast_call_layout.RECORD_ARGUMENT
+        ).value
         places = [argument + 8 * (len(messages) - 1 - place) for place in range(len(messages))]
         rows = [
             P2pMessage(receives, peer, 0, count * dtype.itemsize, int(dtype))
@@ -126,7 +128,9 @@ class FastPathRank:
         """Enter a launch lowered for these messages as a template for other sizes."""
         lowered = lower_messages(messages, comm_args, rules, signature)
         made: Any = types.SimpleNamespace(record=self.driver.record(number, len(lowered.args) // 8))
-        argument = ctypes.c_uint64.from_address(made.record + 8 * layout.RECORD_ARGUMENT).value
+        argument = ctypes.c_uint64.from_address(
+            made.record + 8 * fast_call_layout.RECORD_ARGUMENT
+        ).value
         ctypes.memmove(argument, bytes(lowered.args), len(lowered.args))
         self.fast_path.add_template(
             messages, lowered, comm_args.rank, rules, argument, made, signature

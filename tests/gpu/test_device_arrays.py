@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from miraccl.errors import InvalidUsage
-from miraccl.executor.cuda import driver
-from miraccl.fastpath.cuda import layout
+from miraccl.executor.cuda import driver, fast_call_layout
 from miraccl.fastpath.cuda.foreign_types import ArrayProtocol
 from miraccl.native.capsules import pointer_of
 from miraccl.ops.arguments import DLTensor, capsule_of
@@ -271,7 +270,7 @@ class FreedHostArray(HostDlpackArray):
     def __dlpack__(self, *, stream: Any, max_version: Any) -> Any:
         capsule = super().__dlpack__(stream=stream, max_version=max_version)
         tensor = DLTensor.from_address(
-            pointer_of(capsule, b"dltensor_versioned") + layout.VERSIONED_TENSOR
+            pointer_of(capsule, b"dltensor_versioned") + fast_call_layout.VERSIONED_TENSOR
         )
         tensor.data, tensor.byte_offset = None, 8
         return capsule
@@ -389,7 +388,7 @@ class Endless(HostDlpackArray):
     def __dlpack__(self, *, stream: Any, max_version: Any) -> Any:
         capsule = super().__dlpack__(stream=stream, max_version=max_version)
         DLTensor.from_address(
-            pointer_of(capsule, b"dltensor_versioned") + layout.VERSIONED_TENSOR
+            pointer_of(capsule, b"dltensor_versioned") + fast_call_layout.VERSIONED_TENSOR
         ).shape[0] = self.length
         return capsule
 
@@ -701,6 +700,6 @@ def test_valid_array_types_are_registered_for_fast_calls(monkeypatch: pytest.Mon
         Jax: ArrayProtocol(dlpack=True, immutable=True),
     }
     assert memory.array_kinds == want
-    for number in range(layout.MAX_FOREIGN_TYPES):
+    for number in range(fast_call_layout.MAX_FOREIGN_TYPES):
         view(type(f"ArrayProtocol{number}", (HostInterfaceArray,), {})())
-    assert len(memory.array_kinds) == layout.MAX_FOREIGN_TYPES
+    assert len(memory.array_kinds) == fast_call_layout.MAX_FOREIGN_TYPES

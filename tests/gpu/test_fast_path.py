@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import miraccl
-from miraccl.fastpath.cuda import layout
+from miraccl.executor.cuda import fast_call_layout
 from miraccl.fastpath.cuda.table import CALLS
 from miraccl.runtime import group as groups
 from miraccl.types import Collective, DType, PreMulSum, RedOp
@@ -129,12 +129,15 @@ def test_tensors_with_freed_storage_take_the_slow_path(side: FastPathRank) -> No
 
 
 def test_more_launches_than_the_table_holds(side: FastPathRank) -> None:
-    x, counts = torch.zeros(2 * layout.TABLE_ENTRIES), range(1, 2 * layout.TABLE_ENTRIES)
+    x, counts = (
+        torch.zeros(2 * fast_call_layout.TABLE_ENTRIES),
+        range(1, 2 * fast_call_layout.TABLE_ENTRIES),
+    )
     for count in counts:
         side.add_collective(Collective.ALL_REDUCE, DType.FLOAT32, count)
         assert side.all_reduce(x[:count]) == 0
         assert side.driver.seen[-1][0] == count
-    assert len(side.fast_path._launches) <= layout.TABLE_ENTRIES
+    assert len(side.fast_path._launches) <= fast_call_layout.TABLE_ENTRIES
     found = [count for count in counts if side.all_reduce(x[:count]) == 0]
     assert [row[0] for row in side.driver.seen[-len(found) :]] == found
 
@@ -574,7 +577,7 @@ def test_no_thread_inherits_an_open_group(grouping: FastPathRank) -> None:
         answers.append(groups.current())
         answers.append(grouping.send(torch.zeros(12)))
 
-    before = groups._record[layout.GROUPS_OPEN // 8]
+    before = groups._record[fast_call_layout.GROUPS_OPEN // 8]
     try:
         for target in (leave_open, beside):
             thread = threading.Thread(target=target)
@@ -582,7 +585,7 @@ def test_no_thread_inherits_an_open_group(grouping: FastPathRank) -> None:
             thread.join()
         assert answers == [None, 1]
     finally:
-        groups._record[layout.GROUPS_OPEN // 8] = before
+        groups._record[fast_call_layout.GROUPS_OPEN // 8] = before
 
 
 def test_groups_in_an_exit_stack(grouping: FastPathRank) -> None:
@@ -598,15 +601,18 @@ def test_groups_in_an_exit_stack(grouping: FastPathRank) -> None:
 
 
 def test_groups_collect_a_bounded_number_of_messages(side: FastPathRank) -> None:
-    x = torch.zeros(2 * layout.MAX_MESSAGES)
-    rows = [(False, 1, 1 + place, F32) for place in range(layout.MAX_MESSAGES)]
+    x = torch.zeros(2 * fast_call_layout.MAX_MESSAGES)
+    rows = [(False, 1, 1 + place, F32) for place in range(fast_call_layout.MAX_MESSAGES)]
     side.add_messages(8, *rows)
     side.add_messages(9, *rows, (False, 1, 1, F32))
     with miraccl.group():
-        for place in range(layout.MAX_MESSAGES - 1):
+        for place in range(fast_call_layout.MAX_MESSAGES - 1):
             assert side.send(x[: 1 + place]) == 0
-        assert side.sendrecv(x[: layout.MAX_MESSAGES], x[layout.MAX_MESSAGES :]) == 1
-        assert side.send(x[: layout.MAX_MESSAGES]) == 0
+        assert (
+            side.sendrecv(x[: fast_call_layout.MAX_MESSAGES], x[fast_call_layout.MAX_MESSAGES :])
+            == 1
+        )
+        assert side.send(x[: fast_call_layout.MAX_MESSAGES]) == 0
         assert side.send(x[:1]) == 1
     assert [row[0] for row in side.driver.seen] == [8]
 
@@ -621,5 +627,5 @@ def test_closed_fast_calls_read_nothing(side: FastPathRank) -> None:
     side.fast_path.close()
     side.abort.value = 0
     assert side.all_reduce(torch.zeros(12)) == side.send(torch.zeros(12)) == 1
-    assert side.fast_path._state[layout.STATE_ABORT // 8] != ctypes.addressof(side.abort)
+    assert side.fast_path._state[fast_call_layout.STATE_ABORT // 8] != ctypes.addressof(side.abort)
     assert not side.fast_path._launches

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 import miraccl
+from miraccl.executor.cuda import fast_call_layout
 from miraccl.executor.cuda.message_collectives import op_signature
-from miraccl.fastpath.cuda import layout
 from miraccl.fastpath.cuda.foreign_types import ArrayProtocol, foreign_record
 from miraccl.native.capsules import pointer_of
 from miraccl.runtime import group as groups
@@ -91,7 +91,7 @@ def side() -> FastPathRank:
     )
     made.stream = 0  # type: ignore[attr-defined]
     made.fast_path.set_stream_query(lambda ordinal: made.stream)  # type: ignore[attr-defined]
-    made.fast_path._write(layout.STATE_CURRENT, 0)
+    made.fast_path._write(fast_call_layout.STATE_CURRENT, 0)
     made.add_collective(Collective.ALL_REDUCE, F32, 12)
     return made
 
@@ -235,14 +235,14 @@ def test_only_registered_types_are_read(side: FastPathRank, make: Any) -> None:
         assert side.all_reduce(thing) == side.send(thing) == 1
     many = {
         type(f"ArrayProtocol{number}", (make,), {}): ArrayProtocol(dlpack=make is DlpackArray)
-        for number in range(layout.MAX_FOREIGN_TYPES)
+        for number in range(fast_call_layout.MAX_FOREIGN_TYPES)
     }
     side.fast_path.add_foreign_types(
         {InterfaceArray: ArrayProtocol(dlpack=False), DlpackArray: ArrayProtocol(dlpack=True)}
         | many
     )
     taken = [side.all_reduce(kind(zeros())) for kind in many]
-    assert taken == [0] * (layout.MAX_FOREIGN_TYPES - 2) + [1] * 2  # as many as fit
+    assert taken == [0] * (fast_call_layout.MAX_FOREIGN_TYPES - 2) + [1] * 2  # as many as fit
 
 
 def test_registered_types_are_kept_alive() -> None:
@@ -582,15 +582,15 @@ def test_the_producer_receives_the_stream(side: FastPathRank) -> None:
 def test_capsules_are_retained_until_they_are_handed_over(side: FastPathRank) -> None:
     x, out = DlpackArray(zeros()), DlpackArray(zeros())
     assert (x.capsules, out.capsules) == (0, 0)
-    for number in range(1, layout.MAX_RETAINED // 2):
+    for number in range(1, fast_call_layout.MAX_RETAINED // 2):
         assert side.all_reduce(x, out) == 0
         assert (x.capsules, out.capsules) == (number, number)
     assert not side.retained
     assert side.all_reduce(x, out) == 0
     ((objects, stream),) = side.retained
-    assert (len(objects), stream) == (layout.MAX_RETAINED, 0)
+    assert (len(objects), stream) == (fast_call_layout.MAX_RETAINED, 0)
     assert side.fast_path.retained == []
-    assert x.capsules == out.capsules == layout.MAX_RETAINED // 2
+    assert x.capsules == out.capsules == fast_call_layout.MAX_RETAINED // 2
     side.retained.clear()
     del objects
     assert x.capsules == out.capsules == 0
@@ -603,7 +603,7 @@ def test_capsules_are_retained_until_they_are_handed_over(side: FastPathRank) ->
 
 
 def test_much_memory_is_handed_over_at_once(side: FastPathRank) -> None:
-    count = layout.MAX_RETAINED_BYTES // 4
+    count = fast_call_layout.MAX_RETAINED_BYTES // 4
     side.add_collective(Collective.ALL_REDUCE, F32, count)
     side.add_collective(Collective.ALL_REDUCE, F32, count - 1)
     assert side.all_reduce(DlpackArray(zeros(count - 1))) == 0
@@ -678,11 +678,11 @@ def test_a_failed_hand_over_raises(side: FastPathRank) -> None:
 
     side.fast_path._retain = refuse
     x = DlpackArray(zeros())
-    for _ in range(layout.MAX_RETAINED - 1):
+    for _ in range(fast_call_layout.MAX_RETAINED - 1):
         assert side.all_reduce(x) == 0
     with pytest.raises(ZeroDivisionError):
         side.all_reduce(x)
-    assert x.capsules == layout.MAX_RETAINED == len(side.driver.seen)
+    assert x.capsules == fast_call_layout.MAX_RETAINED == len(side.driver.seen)
 
 
 def test_captured_calls_are_left_to_python(side: FastPathRank) -> None:
@@ -706,7 +706,7 @@ def grouping(side: FastPathRank) -> FastPathRank:
 
 def test_capsules_in_groups(grouping: FastPathRank) -> None:
     side, x, y = grouping, DlpackArray(zeros()), DlpackArray(zeros())
-    for turn in range(1, layout.MAX_RETAINED // 4 + 1):
+    for turn in range(1, fast_call_layout.MAX_RETAINED // 4 + 1):
         with miraccl.group():
             assert side.send(x) == side.recv(y) == side.sendrecv(x, y) == 0
             assert (x.capsules, y.capsules, len(side.fast_path.retained)) == (
@@ -716,9 +716,9 @@ def test_capsules_in_groups(grouping: FastPathRank) -> None:
             )
         assert side.driver.seen.pop()[-1] == x.array.ctypes.data
         assert not side.driver.seen
-        assert len(side.fast_path.retained) == 4 * turn % layout.MAX_RETAINED
+        assert len(side.fast_path.retained) == 4 * turn % fast_call_layout.MAX_RETAINED
     assert [(len(objects), stream) for objects, stream in side.retained] == [
-        (layout.MAX_RETAINED, 0)
+        (fast_call_layout.MAX_RETAINED, 0)
     ]
     side.retained.clear()
     assert (x.capsules, y.capsules) == (0, 0)
@@ -757,7 +757,7 @@ def test_capsules_of_a_group_that_is_handed_over(grouping: FastPathRank, why: st
 
 
 def test_much_memory_of_a_group_is_handed_over_at_once(side: FastPathRank) -> None:
-    count = layout.MAX_RETAINED_BYTES // 8
+    count = fast_call_layout.MAX_RETAINED_BYTES // 8
     side.add_messages(4, (False, 1, count, F32), (True, 1, count, F32))
     for _ in range(2):
         with miraccl.group():
@@ -783,11 +783,11 @@ def test_a_failed_hand_over_of_a_group_raises(
                 == 0
             )
 
-    for _ in range(layout.MAX_RETAINED // 4 - 1):
+    for _ in range(fast_call_layout.MAX_RETAINED // 4 - 1):
         exchange()
     with pytest.raises(ZeroDivisionError):
         exchange()
-    assert 4 * len(side.driver.seen) == layout.MAX_RETAINED == 2 * x.capsules
+    assert 4 * len(side.driver.seen) == fast_call_layout.MAX_RETAINED == 2 * x.capsules
     assert groups.current() is None
     with miraccl.group():
         assert groups.current() is not None
@@ -875,7 +875,7 @@ class Later(DlpackArray):
     def __dlpack__(self, **given: Any) -> Any:
         capsule = self.capsule(max_version=given["max_version"])
         ctypes.c_uint32.from_address(pointer_of(capsule, b"dltensor_versioned")).value = (
-            layout.DL_MAJOR + 1
+            fast_call_layout.DL_MAJOR + 1
         )
         return capsule
 
@@ -914,10 +914,14 @@ class FreedDlpackArray(DlpackArray):
     def __dlpack__(self, **given: Any) -> Any:
         capsule = self.capsule(max_version=given["max_version"])
         place = (
-            pointer_of(capsule, b"dltensor_versioned") + layout.VERSIONED_TENSOR + layout.DL_DATA
+            pointer_of(capsule, b"dltensor_versioned")
+            + fast_call_layout.VERSIONED_TENSOR
+            + fast_call_layout.DL_DATA
         )
         ctypes.c_uint64.from_address(place).value = 0
-        ctypes.c_uint64.from_address(place - layout.DL_DATA + layout.DL_OFFSET).value = 1 << 20
+        ctypes.c_uint64.from_address(
+            place - fast_call_layout.DL_DATA + fast_call_layout.DL_OFFSET
+        ).value = 1 << 20
         return capsule
 
 
@@ -940,11 +944,11 @@ def test_types_and_devices_of_capsules(side: FastPathRank) -> None:
     for dtype in (np.complex64, np.bool_, np.float64):
         assert side.all_reduce(DlpackArray(zeros(12, dtype))) == 1
     x = DlpackArray(zeros())
-    for device in (layout.DL_CUDA, 13, 3, 1 << 32 | 1):
-        side.fast_path._write(layout.STATE_DEVICE, device)
+    for device in (fast_call_layout.DL_CUDA, 13, 3, 1 << 32 | 1):
+        side.fast_path._write(fast_call_layout.STATE_DEVICE, device)
         assert side.all_reduce(x) == 1
     assert x.capsules == 0
-    side.fast_path._write(layout.STATE_DEVICE, 1)
+    side.fast_path._write(fast_call_layout.STATE_DEVICE, 1)
     assert side.all_reduce(x) == 0
 
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import miraccl
+from miraccl.executor.cuda import fast_call_layout
 from miraccl.executor.cuda.message_collectives import op_signature
 from miraccl.executor.cuda.messages import P2pMessage, WarpQueueRules
-from miraccl.fastpath.cuda import layout
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.uneven import UnevenRequest, sends_and_receives
 from miraccl.types import Collective, DType
@@ -31,7 +31,9 @@ COLLECTIVES = {
     "all_gather_v": Collective.ALL_GATHER,
     "all_to_all_v": Collective.ALL_TO_ALL,
 }
-counts = st.lists(st.integers(0, 3), min_size=layout.MAX_RANKS, max_size=layout.MAX_RANKS)
+counts = st.lists(
+    st.integers(0, 3), min_size=fast_call_layout.MAX_RANKS, max_size=fast_call_layout.MAX_RANKS
+)
 
 
 def memory(tensor: Any) -> DeviceMemory:
@@ -41,8 +43,8 @@ def memory(tensor: Any) -> DeviceMemory:
 @settings(deadline=None, max_examples=300)
 @given(
     name=st.sampled_from(list(COLLECTIVES)),
-    nranks=st.integers(2, layout.MAX_RANKS),
-    place=st.integers(0, layout.MAX_RANKS**2 - 1),
+    nranks=st.integers(2, fast_call_layout.MAX_RANKS),
+    place=st.integers(0, fast_call_layout.MAX_RANKS**2 - 1),
     first=counts,
     second=counts,
     kind=st.sampled_from([list, tuple]),
@@ -52,7 +54,7 @@ def test_fast_calls_send_what_python_would(
     name: str, nranks: int, place: int, first: Any, second: Any, kind: Any, shift: int | None
 ) -> None:
     """``shift``: distance of overlapping arrays from the in-place form."""
-    rank, root = place // layout.MAX_RANKS % nranks, place % nranks
+    rank, root = place // fast_call_layout.MAX_RANKS % nranks, place % nranks
     collective = COLLECTIVES[name]
     sends, receives = first[:nranks], second[:nranks]
     if not name.endswith("_v"):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import miraccl
-from miraccl.fastpath.cuda import layout
+from miraccl.executor.cuda import fast_call_layout
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.uneven import split_by_rank
 from miraccl.types import Collective, DType, PreMulSum, RedOp
@@ -48,9 +48,11 @@ def remember_all(side: FastPathRank, counts: list[int], op: RedOp = SUM) -> None
 
 @settings(deadline=None, max_examples=200)
 @given(
-    nranks=st.integers(2, layout.MAX_RANKS),
-    rank=st.integers(0, layout.MAX_RANKS - 1),
-    counts=st.lists(st.integers(0, 2), min_size=layout.MAX_RANKS, max_size=layout.MAX_RANKS),
+    nranks=st.integers(2, fast_call_layout.MAX_RANKS),
+    rank=st.integers(0, fast_call_layout.MAX_RANKS - 1),
+    counts=st.lists(
+        st.integers(0, 2), min_size=fast_call_layout.MAX_RANKS, max_size=fast_call_layout.MAX_RANKS
+    ),
     kind=st.sampled_from([list, tuple]),
     op=st.sampled_from([RedOp.SUM, RedOp.MAX, RedOp.AVG]),
     shift=st.sampled_from([None, None, 0, 1, -1]),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import miraccl
-from miraccl.fastpath.cuda import layout
+from miraccl.executor.cuda import fast_call_layout
 from miraccl.fastpath.cuda.foreign_types import ArrayProtocol, foreign_record
 from miraccl.ops.arguments import DLTensor, capsule_of, view
 from tests.support.ranks import run_ranks
@@ -74,8 +74,8 @@ def test_the_function_that_doors_on_gpu_memory_call() -> None:
     """``__dlpack__`` is a wrapper around it.  Of an array in several parts it gives the first one, so doors look at the sharding."""
     x = jnp.arange(4.0)
     words, (_, export, _) = foreign_record(type(x), ArrayProtocol(dlpack=True, immutable=True))
-    assert words[layout.FOREIGN_EXPORT] == id(export)
-    assert words[layout.FOREIGN_SHARDING] == id(type(x.sharding))
+    assert words[fast_call_layout.FOREIGN_EXPORT] == id(export)
+    assert words[fast_call_layout.FOREIGN_SHARDING] == id(type(x.sharding))
     _, tensor, _ = capsule_of(types.SimpleNamespace(__dlpack__=lambda: export(x, stream=None)))
     assert DLTensor.from_address(tensor).data == x.unsafe_buffer_pointer()
     mesh = jax.make_mesh((1,), ("i",))

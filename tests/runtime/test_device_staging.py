@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.transfer import DeviceTransfer
-from miraccl.runtime.multinode.layout import group_by_node, node_name
+from miraccl.runtime.multinode.node_layout import group_by_node, node_name
 from miraccl.runtime.multinode.segments import (
     ALIGN,
     MIN_SEGMENT_BYTES,

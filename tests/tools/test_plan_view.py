@@ -20,8 +20,8 @@ from miraccl.graph.plan_bound import bound_section
 from miraccl.graph.plan_explain import explain_plan
 from miraccl.graph.plan_json import plan_to_json
 from miraccl.tools.plan_view import render_page, render_svg
-from miraccl.tools.plan_view.layout import draw_system
 from miraccl.tools.plan_view.page import embedded
+from miraccl.tools.plan_view.placement import draw_system
 from miraccl.topo.explain import PathChangeLog
 from miraccl.topo.records import NodeType
 from miraccl.topo.system_json import system_from_json

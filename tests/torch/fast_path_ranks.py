@@ -17,8 +17,7 @@ import torch
 import miraccl
 from miraccl import native
 from miraccl.errors import CollectiveMismatch, CommunicatorClosed, InvalidUsage
-from miraccl.executor.cuda import driver, launch
-from miraccl.fastpath.cuda import layout
+from miraccl.executor.cuda import driver, fast_call_layout, launch
 from miraccl.runtime import dispatch
 from miraccl.runtime.gpu import memory, persistent
 from miraccl.runtime.gpu.memory import is_gpu_array
@@ -68,7 +67,7 @@ class Rank(emulated_ranks.EmulatedRank):
 
     def adopt(self, comm: Any) -> None:
         comm.barrier(stream=0)
-        comm._device._fast_path._write(layout.STATE_DEVICE, DL_CPU)
+        comm._device._fast_path._write(fast_call_layout.STATE_DEVICE, DL_CPU)
         comm._device.gpu.ordinal = NO_DEVICE
 
     def took_fast_path(self) -> bool:
@@ -442,7 +441,7 @@ def protocols() -> None:
             assert comm.sendrecv(x, me.right, got, me.left) is got
             assert me.took_fast_path() == (turn > 0)
             me.same(got.tensor, torch.from_numpy(everybody[me.left]))
-            assert len(side._fast_path.retained) < layout.MAX_RETAINED
+            assert len(side._fast_path.retained) < fast_call_layout.MAX_RETAINED
         assert side._keep_alive._waiting
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from miraccl.fastpath.cuda.layout import NOT_HANDLED
+from miraccl.executor.cuda.fast_call_layout import NOT_HANDLED
 
 
 def not_handled(*args: Any) -> int:

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
-from miraccl.fastpath.cuda import layout
+from miraccl.executor.cuda import fast_call_layout
 from miraccl.native import atomics
 
-_record = (ctypes.c_int64 * layout.GROUPS_WORDS)()
+_record = (ctypes.c_int64 * fast_call_layout.GROUPS_WORDS)()
 _ADDRESS = ctypes.addressof(_record)
-_OPEN = _ADDRESS + layout.GROUPS_OPEN
+_OPEN = _ADDRESS + fast_call_layout.GROUPS_OPEN
 _add = atomics.add
 
 
@@ -195,10 +195,10 @@ def install_fast_path(
     """
     global _is_compiled
     for where, value in (
-        (layout.GROUPS_BATCHES, _compiled_batches),
-        (layout.GROUPS_BEGIN, _begin),
-        (layout.GROUPS_END, _end),
-        (layout.GROUPS_NONE, None),
+        (fast_call_layout.GROUPS_BATCHES, _compiled_batches),
+        (fast_call_layout.GROUPS_BEGIN, _begin),
+        (fast_call_layout.GROUPS_END, _end),
+        (fast_call_layout.GROUPS_NONE, None),
     ):
         _record[where // 8] = id(value)
     _is_compiled = is_compiled
@@ -207,17 +207,17 @@ def install_fast_path(
 
 def _adopt_compiled_group() -> None:
     """Convert the group of this thread in ``_record`` to a ``Group``."""
-    whole = _local.group = Group(_record[layout.GROUPS_DEPTH // 8])
+    whole = _local.group = Group(_record[fast_call_layout.GROUPS_DEPTH // 8])
     noted = _compiled_batches.copy()
     _compiled_batches.clear()
-    _record[layout.GROUPS_STATE // 8] = _record[layout.GROUPS_THREAD // 8] = 0
+    _record[fast_call_layout.GROUPS_STATE // 8] = _record[fast_call_layout.GROUPS_THREAD // 8] = 0
     for hand_over in noted:
         hand_over(whole)
 
 
 def is_single_compiled_block() -> bool:
     """Return True if this thread's group is one block that only compiled code knows."""
-    return bool(_is_compiled()) and _record[layout.GROUPS_DEPTH // 8] == 1
+    return bool(_is_compiled()) and _record[fast_call_layout.GROUPS_DEPTH // 8] == 1
 
 
 def current() -> Group | None:

@@ -7,8 +7,8 @@ import functools
 from typing import Any
 
 from miraccl.errors import MissingDependency, SystemFailure
+from miraccl.executor.cuda.fast_call_layout import POINTER_DEVICE_ORDINAL
 from miraccl.executor.cuda.toolkit import bindings
-from miraccl.fastpath.cuda.layout import POINTER_DEVICE_ORDINAL
 
 DOCTOR = "run `miraccl doctor`, which lists what is missing"
 MEMORYTYPE_DEVICE = 2  # cuda.h CU_MEMORYTYPE_DEVICE

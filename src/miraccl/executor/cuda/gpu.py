@@ -18,7 +18,7 @@ from miraccl.errors import SystemFailure
 from miraccl.executor.cuda import driver, toolkit
 from miraccl.executor.cuda.contexts import PrimaryContext
 from miraccl.executor.cuda.driver import check
-from miraccl.fastpath.cuda.layout import POINTER_DEVICE_ORDINAL
+from miraccl.executor.cuda.fast_call_layout import POINTER_DEVICE_ORDINAL
 
 MEMHOSTALLOC_PORTABLE_MAPPED = 0x01 | 0x02  # the same bits for cuMemHostRegister
 PEER_ACCESS_ALREADY_ENABLED = 704  # cuda.h CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED

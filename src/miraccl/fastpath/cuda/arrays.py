@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miraccl.fastpath.cuda import layout
+from miraccl.executor.cuda import fast_call_layout
 from miraccl.fastpath.cuda.tensors import is_valid_address
 from miraccl.native.intrinsics import (
     Py_DecRef,
@@ -40,13 +40,13 @@ def consume_int(number: int) -> int:
 @inline
 def dtype_of(state: int, array: int) -> int:
     """Return the DLDataType of an array; 0 if the slow path must handle it."""
-    dtype, found = PyObject_GetAttr(array, load(state + layout.NAME_DTYPE)), 0
+    dtype, found = PyObject_GetAttr(array, load(state + fast_call_layout.NAME_DTYPE)), 0
     if dtype == 0:
         PyErr_Clear()
         return 0
     for entry in range(
-        state + layout.STATE_ARRAY_DTYPES,
-        state + layout.STATE_ARRAY_DTYPES + 16 * layout.NDTYPES,
+        state + fast_call_layout.STATE_ARRAY_DTYPES,
+        state + fast_call_layout.STATE_ARRAY_DTYPES + 16 * fast_call_layout.NDTYPES,
         16,
     ):
         if load(entry) == dtype:
@@ -63,24 +63,24 @@ def view_array(state: int, array: int, view: int) -> int:
     dtype = dtype_of(state, array)
     if (
         dtype == 0
-        or consume_int(PyObject_GetAttr(array, load(state + layout.NAME_CONTIGUOUS))) != 1
+        or consume_int(PyObject_GetAttr(array, load(state + fast_call_layout.NAME_CONTIGUOUS))) != 1
     ):
         return -1
-    memory = PyObject_GetAttr(array, load(state + layout.NAME_DATA))
+    memory = PyObject_GetAttr(array, load(state + fast_call_layout.NAME_DATA))
     if memory == 0:
         PyErr_Clear()
         return -1
-    address = consume_int(PyObject_GetAttr(memory, load(state + layout.NAME_PTR)))
-    device = consume_int(PyObject_GetAttr(memory, load(state + layout.NAME_DEVICE)))
+    address = consume_int(PyObject_GetAttr(memory, load(state + fast_call_layout.NAME_PTR)))
+    device = consume_int(PyObject_GetAttr(memory, load(state + fast_call_layout.NAME_DEVICE)))
     Py_DecRef(memory)
     if (
         address < 0
         or address % item_size(dtype) != 0
-        or device != load32(state + layout.STATE_DEVICE + 4)
+        or device != load32(state + fast_call_layout.STATE_DEVICE + 4)
     ):
         return -1
-    store(view + layout.DL_DATA, address)
-    store(view + layout.DL_NDIM, dtype << 32)  # two fields
-    store(view + layout.DL_OFFSET, 0)
-    count = consume_int(PyObject_GetAttr(array, load(state + layout.NAME_SIZE)))
+    store(view + fast_call_layout.DL_DATA, address)
+    store(view + fast_call_layout.DL_NDIM, dtype << 32)  # two fields
+    store(view + fast_call_layout.DL_OFFSET, 0)
+    count = consume_int(PyObject_GetAttr(array, load(state + fast_call_layout.NAME_SIZE)))
     return count if is_valid_address(address, count) else -1

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from miraccl.fastpath.cuda import layout
+from miraccl.executor.cuda import fast_call_layout
 from miraccl.fastpath.cuda.foreign import view_foreign
 from miraccl.fastpath.cuda.groups import (
     can_collect,
@@ -58,10 +58,10 @@ def launch_kernel(record: int) -> int:
     # costs about 1.5 us more.
     state = PyEval_SaveThread()
     code = call_int4(
-        load(record + 8 * layout.RECORD_FUNCTION),
-        load(record + 8 * layout.RECORD_CONFIG),
-        load(record + 8 * layout.RECORD_KERNEL),
-        load(record + 8 * layout.RECORD_PARAMETERS),
+        load(record + 8 * fast_call_layout.RECORD_FUNCTION),
+        load(record + 8 * fast_call_layout.RECORD_CONFIG),
+        load(record + 8 * fast_call_layout.RECORD_KERNEL),
+        load(record + 8 * fast_call_layout.RECORD_PARAMETERS),
         0,
     )
     PyEval_RestoreThread(state)
@@ -71,12 +71,12 @@ def launch_kernel(record: int) -> int:
 def launch(self: int, args: int, nargs: int) -> int:
     record = PyLong_AsLong(load(args))
     argument, config = (
-        load(record + 8 * layout.RECORD_ARGUMENT),
-        load(record + 8 * layout.RECORD_CONFIG),
+        load(record + 8 * fast_call_layout.RECORD_ARGUMENT),
+        load(record + 8 * fast_call_layout.RECORD_CONFIG),
     )
     store(argument, PyLong_AsLong(load(args + 8)))
     store(argument + 8, PyLong_AsLong(load(args + 16)))
-    store(config + layout.CONFIG_STREAM, PyLong_AsLong(load(args + 24)))
+    store(config + fast_call_layout.CONFIG_STREAM, PyLong_AsLong(load(args + 24)))
     return PyLong_FromLong(launch_kernel(record))
 
 
@@ -86,25 +86,31 @@ def launch(self: int, args: int, nargs: int) -> int:
 @inline
 def begin_launch(state: int, record: int) -> int:
     """Launch ``record`` and note it as the last operation; return CUDA's error code."""
-    store(state + layout.STATE_LAST_RECORD, record)
-    store(load(state + layout.STATE_CPU_PLAN), 0)
+    store(state + fast_call_layout.STATE_LAST_RECORD, record)
+    store(load(state + fast_call_layout.STATE_CPU_PLAN), 0)
     return launch_kernel(record)
 
 
 @inline
 def launch_found(state: int, record: int) -> int:
     """Launch ``record`` if it is not 0; return the result of the fast call."""
-    return layout.DONE if record != 0 and begin_launch(state, record) == 0 else layout.NOT_HANDLED
+    return (
+        fast_call_layout.DONE
+        if record != 0 and begin_launch(state, record) == 0
+        else fast_call_layout.NOT_HANDLED
+    )
 
 
 @inline
 def finish(call_record: int, code: int, args: int, nargs: int) -> int:
     """End a call: return ``code`` as an object, or call the fallback."""
-    if not finish_call(load(call_record + layout.FAST_STATE), code):
+    if not finish_call(load(call_record + fast_call_layout.FAST_STATE), code):
         return 0
-    fallback = load(call_record + layout.FAST_FALLBACK)
-    if code == layout.NOT_HANDLED and fallback != 0:
-        return call_builtin(fallback, load(call_record + layout.FAST_FALLBACK_SELF), args, nargs)
+    fallback = load(call_record + fast_call_layout.FAST_FALLBACK)
+    if code == fast_call_layout.NOT_HANDLED and fallback != 0:
+        return call_builtin(
+            fallback, load(call_record + fast_call_layout.FAST_FALLBACK_SELF), args, nargs
+        )
     return PyLong_FromLong(code)
 
 
@@ -115,7 +121,9 @@ def collective(self: int, args: int, nargs: int) -> int:
     call_record = PyLong_AsLong(self)
     return finish(
         call_record,
-        launch_found(load(call_record + layout.FAST_STATE), find_collective(call_record, args)),
+        launch_found(
+            load(call_record + fast_call_layout.FAST_STATE), find_collective(call_record, args)
+        ),
         args,
         nargs,
     )
@@ -129,7 +137,8 @@ def message_collective(self: int, args: int, nargs: int) -> int:
     return finish(
         call_record,
         launch_found(
-            load(call_record + layout.FAST_STATE), find_message_collective(call_record, args)
+            load(call_record + fast_call_layout.FAST_STATE),
+            find_message_collective(call_record, args),
         ),
         args,
         nargs,
@@ -142,21 +151,28 @@ def reductions(self: int, args: int, nargs: int) -> int:
     Raises if a launch fails after another one has been enqueued.
     """
     call_record = PyLong_AsLong(self)
-    state = load(call_record + layout.FAST_STATE)
+    state = load(call_record + fast_call_layout.FAST_STATE)
     found = find_reductions(call_record, args)
     for number in range(found):
-        code = begin_launch(state, load(state + layout.STATE_RECORDS + 8 * number))
+        code = begin_launch(state, load(state + fast_call_layout.STATE_RECORDS + 8 * number))
         if code != 0 and number == 0:
-            return finish(call_record, layout.NOT_HANDLED, args, nargs)
+            return finish(call_record, fast_call_layout.NOT_HANDLED, args, nargs)
         if code != 0:
-            if not finish_call(state, layout.DONE):
+            if not finish_call(state, fast_call_layout.DONE):
                 return 0
-            code_word = state + layout.STATE_CODE
+            code_word = state + fast_call_layout.STATE_CODE
             store(code_word, PyLong_FromLong(code))
-            raised = PyObject_Vectorcall(load(state + layout.STATE_RAISE), code_word, 1, 0)
+            raised = PyObject_Vectorcall(
+                load(state + fast_call_layout.STATE_RAISE), code_word, 1, 0
+            )
             Py_DecRef(load(code_word))
             return raised
-    return finish(call_record, layout.DONE if found != 0 else layout.NOT_HANDLED, args, nargs)
+    return finish(
+        call_record,
+        fast_call_layout.DONE if found != 0 else fast_call_layout.NOT_HANDLED,
+        args,
+        nargs,
+    )
 
 
 # ---- sends and receives
@@ -166,9 +182,9 @@ def message(self: int, args: int, nargs: int) -> int:
     """Builtin ``fast_call(x, peer, async_op, stream)`` of a send or a receive."""
     call_record = PyLong_AsLong(self)
     state, code, receives = (
-        load(call_record + layout.FAST_STATE),
-        layout.NOT_HANDLED,
-        load(call_record + layout.FAST_RECEIVES),
+        load(call_record + fast_call_layout.FAST_STATE),
+        fast_call_layout.NOT_HANDLED,
+        load(call_record + fast_call_layout.FAST_RECEIVES),
     )
     x, peer = load(args), load(args + 8)
     plain = (
@@ -177,14 +193,14 @@ def message(self: int, args: int, nargs: int) -> int:
         and has_default_options(state, args + 16, x)
     )
     if plain and write_message(state, 0, x, peer, receives):
-        if load32(load(state + layout.STATE_GROUPS)) == 0:
+        if load32(load(state + fast_call_layout.STATE_GROUPS)) == 0:
             code = launch_found(
-                state, find_messages(state, state + layout.STATE_CALL_MESSAGES, 1, 0)
+                state, find_messages(state, state + fast_call_layout.STATE_CALL_MESSAGES, 1, 0)
             )
         elif can_collect(call_record, state, 1):
             if not join_group(state) or not collect_message(state, 0, x):
                 return 0
-            code = layout.DONE
+            code = fast_call_layout.DONE
     return finish(call_record, code, args, nargs)
 
 
@@ -193,10 +209,10 @@ def pair(self: int, args: int, nargs: int) -> int:
     overlap.
     """
     call_record = PyLong_AsLong(self)
-    state, code = load(call_record + layout.FAST_STATE), layout.NOT_HANDLED
+    state, code = load(call_record + fast_call_layout.FAST_STATE), fast_call_layout.NOT_HANDLED
     sent, got = (
-        state + layout.STATE_CALL_MESSAGES,
-        state + layout.STATE_CALL_MESSAGES + layout.MESSAGE_BYTES,
+        state + fast_call_layout.STATE_CALL_MESSAGES,
+        state + fast_call_layout.STATE_CALL_MESSAGES + fast_call_layout.MESSAGE_BYTES,
     )
     x, dst, out, src = load(args), load(args + 8), load(args + 16), load(args + 24)
     if (
@@ -210,7 +226,7 @@ def pair(self: int, args: int, nargs: int) -> int:
         and write_message(state, 1, out, src, 1)
         and not overlaps(sent, got)
     ):
-        if load32(load(state + layout.STATE_GROUPS)) == 0:
+        if load32(load(state + fast_call_layout.STATE_GROUPS)) == 0:
             code = launch_found(state, find_messages(state, sent, 2, 0))
         elif can_collect(call_record, state, 2):
             if (
@@ -219,7 +235,7 @@ def pair(self: int, args: int, nargs: int) -> int:
                 or not collect_message(state, 1, out)
             ):
                 return 0
-            code = layout.DONE
+            code = fast_call_layout.DONE
     return finish(call_record, code, args, nargs)
 
 
@@ -231,14 +247,18 @@ def begin(self: int, args: int, nargs: int) -> int:
     well.
     """
     groups = PyLong_AsLong(self)
-    if load32(groups + layout.GROUPS_OPEN) == 0:
-        store(groups + layout.GROUPS_THREAD, thread_id())
-        store(groups + layout.GROUPS_DEPTH, 1)
-        store(groups + layout.GROUPS_OPEN, load(groups + layout.GROUPS_OPEN) + 1)
+    if load32(groups + fast_call_layout.GROUPS_OPEN) == 0:
+        store(groups + fast_call_layout.GROUPS_THREAD, thread_id())
+        store(groups + fast_call_layout.GROUPS_DEPTH, 1)
+        store(
+            groups + fast_call_layout.GROUPS_OPEN, load(groups + fast_call_layout.GROUPS_OPEN) + 1
+        )
     elif is_own_group(groups):
-        store(groups + layout.GROUPS_DEPTH, load(groups + layout.GROUPS_DEPTH) + 1)
+        store(
+            groups + fast_call_layout.GROUPS_DEPTH, load(groups + fast_call_layout.GROUPS_DEPTH) + 1
+        )
     else:
-        return PyObject_Vectorcall(load(groups + layout.GROUPS_BEGIN), 0, 0, 0)
+        return PyObject_Vectorcall(load(groups + fast_call_layout.GROUPS_BEGIN), 0, 0, 0)
     return return_none(groups)
 
 
@@ -247,18 +267,21 @@ def end(self: int, args: int, nargs: int) -> int:
     together.
     """
     groups, left_by = PyLong_AsLong(self), args + 8 * (nargs - 3)
-    if not is_own_group(groups) or load(left_by) != load(groups + layout.GROUPS_NONE):
-        return PyObject_Vectorcall(load(groups + layout.GROUPS_END), left_by, 3, 0)
-    depth, state = load(groups + layout.GROUPS_DEPTH), load(groups + layout.GROUPS_STATE)
+    if not is_own_group(groups) or load(left_by) != load(groups + fast_call_layout.GROUPS_NONE):
+        return PyObject_Vectorcall(load(groups + fast_call_layout.GROUPS_END), left_by, 3, 0)
+    depth, state = (
+        load(groups + fast_call_layout.GROUPS_DEPTH),
+        load(groups + fast_call_layout.GROUPS_STATE),
+    )
     if depth > 1:
-        store(groups + layout.GROUPS_DEPTH, depth - 1)
-    elif state == 0 or launch_found(state, find_collected(state)) == layout.DONE:
+        store(groups + fast_call_layout.GROUPS_DEPTH, depth - 1)
+    elif state == 0 or launch_found(state, find_collected(state)) == fast_call_layout.DONE:
         retained = state == 0 or retain_collected(state)
         close_group(groups, state)
         if not retained:
             return 0
     else:
-        return PyObject_Vectorcall(load(groups + layout.GROUPS_END), left_by, 3, 0)
+        return PyObject_Vectorcall(load(groups + fast_call_layout.GROUPS_END), left_by, 3, 0)
     return return_none(groups)
 
 

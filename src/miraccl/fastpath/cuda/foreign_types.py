@@ -7,7 +7,7 @@ import inspect
 import sys
 from typing import Any, NamedTuple
 
-from miraccl.fastpath.cuda import layout
+from miraccl.executor.cuda import fast_call_layout
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import DL_TYPES
 
@@ -29,18 +29,21 @@ _EXPORT = "buffer_to_dlpack_managed_tensor"
 
 #: (offset in the state of a communicator, constant word).
 STATE_CONSTANTS = (
-    (layout.STATE_DLPACK, id(_DLPACK)),
-    (layout.STATE_INTERFACE, id(_INTERFACE)),
-    (layout.STATE_SHARDING, id(_SHARDING)),
-    *((layout.STATE_KEYS + 8 * number, id(key)) for number, key in enumerate(layout.KEYS)),
-    (layout.STATE_TYPESTRS, id(_TYPESTRS)),
-    (layout.STATE_DICT_TYPE, id(dict)),
-    (layout.STATE_STR_TYPE, id(str)),
-    (layout.STATE_TRUE, id(True)),
-    (layout.STATE_EXCEPTION, id(Exception)),
-    (layout.STATE_CAPSULE_NAME, ctypes.addressof(_PLAIN)),
-    (layout.STATE_VERSIONED_NAME, ctypes.addressof(_VERSIONED)),
-    (layout.STATE_ARGS + 16, id(_VERSION)),
+    (fast_call_layout.STATE_DLPACK, id(_DLPACK)),
+    (fast_call_layout.STATE_INTERFACE, id(_INTERFACE)),
+    (fast_call_layout.STATE_SHARDING, id(_SHARDING)),
+    *(
+        (fast_call_layout.STATE_KEYS + 8 * number, id(key))
+        for number, key in enumerate(fast_call_layout.KEYS)
+    ),
+    (fast_call_layout.STATE_TYPESTRS, id(_TYPESTRS)),
+    (fast_call_layout.STATE_DICT_TYPE, id(dict)),
+    (fast_call_layout.STATE_STR_TYPE, id(str)),
+    (fast_call_layout.STATE_TRUE, id(True)),
+    (fast_call_layout.STATE_EXCEPTION, id(Exception)),
+    (fast_call_layout.STATE_CAPSULE_NAME, ctypes.addressof(_PLAIN)),
+    (fast_call_layout.STATE_VERSIONED_NAME, ctypes.addressof(_VERSIONED)),
+    (fast_call_layout.STATE_ARGS + 16, id(_VERSION)),
 )
 
 
@@ -56,12 +59,12 @@ def foreign_record(type_: type, protocol: ArrayProtocol) -> tuple[dict[int, int]
     export, sharding = _export_of(type_) if protocol.immutable else (None, None)
     keywords = _keywords_of(type_) if protocol.dlpack and export is None else _OLD_KEYWORDS
     record = {
-        layout.FOREIGN_DLPACK: int(protocol.dlpack),
-        layout.FOREIGN_IMMUTABLE: int(protocol.immutable),
-        layout.FOREIGN_EXPORT: id(export) if export is not None else 0,
-        layout.FOREIGN_KEYWORDS: id(keywords),
-        layout.FOREIGN_SHARDING: id(sharding) if export is not None else 0,
-        layout.FOREIGN_TYPE: id(type_),
+        fast_call_layout.FOREIGN_DLPACK: int(protocol.dlpack),
+        fast_call_layout.FOREIGN_IMMUTABLE: int(protocol.immutable),
+        fast_call_layout.FOREIGN_EXPORT: id(export) if export is not None else 0,
+        fast_call_layout.FOREIGN_KEYWORDS: id(keywords),
+        fast_call_layout.FOREIGN_SHARDING: id(sharding) if export is not None else 0,
+        fast_call_layout.FOREIGN_TYPE: id(type_),
     }
     return record, (type_, export, sharding)
 

@@ -6,9 +6,8 @@ The messages are those of ``runtime.gpu.uneven.transfers_of``, in its order.
 
 from __future__ import annotations
 
-from miraccl.executor.cuda import message_collectives
+from miraccl.executor.cuda import fast_call_layout, message_collectives
 from miraccl.executor.cuda.message_collectives import NO_ROOT
-from miraccl.fastpath.cuda import layout
 from miraccl.fastpath.cuda.arrays import item_size
 from miraccl.fastpath.cuda.lookup import find_messages, message_kind, mix
 from miraccl.fastpath.cuda.streams import has_default_options
@@ -31,7 +30,7 @@ signature_of = inline(message_collectives.pack_signature)
 @inline
 def count_at(state: int, counts: int, index: int) -> int:
     """Return an element of a list or tuple of counts; -1 if it is not a plain non-negative int."""
-    if load(counts + layout.OB_TYPE) == load(state + layout.STATE_LIST_TYPE):
+    if load(counts + fast_call_layout.OB_TYPE) == load(state + fast_call_layout.STATE_LIST_TYPE):
         return int_value(state, PyList_GetItem(counts, index))
     return int_value(state, PyTuple_GetItem(counts, index))
 
@@ -39,10 +38,10 @@ def count_at(state: int, counts: int, index: int) -> int:
 @inline
 def length_of(state: int, counts: int) -> int:
     """Return the length of a list or tuple; -1 for other objects."""
-    kind = load(counts + layout.OB_TYPE)
-    if kind == load(state + layout.STATE_LIST_TYPE):
+    kind = load(counts + fast_call_layout.OB_TYPE)
+    if kind == load(state + fast_call_layout.STATE_LIST_TYPE):
         return PyList_Size(counts)
-    return PyTuple_Size(counts) if kind == load(state + layout.STATE_TUPLE_TYPE) else -1
+    return PyTuple_Size(counts) if kind == load(state + fast_call_layout.STATE_TUPLE_TYPE) else -1
 
 
 @inline
@@ -51,7 +50,7 @@ def read_shares(state: int, even: int, counts: int, whole: int, shares: int) -> 
     if
     invalid.
     """
-    nranks, total = load(state + layout.STATE_NRANKS), 0
+    nranks, total = load(state + fast_call_layout.STATE_NRANKS), 0
     if even != 0 and whole % nranks != 0:
         return -1
     if even == 0 and length_of(state, counts) != nranks:
@@ -74,10 +73,13 @@ def put_message(
     """
     if count == 0:
         return number
-    message = state + layout.STATE_CALL_MESSAGES + number * layout.MESSAGE_BYTES
-    store(message + layout.MESSAGE_KIND, message_kind(receives, peer, data_type(view)))
-    store(message + layout.MESSAGE_COUNT, count)
-    store(message + layout.MESSAGE_ADDRESS, address(view) + first * item_size(data_type(view)))
+    message = state + fast_call_layout.STATE_CALL_MESSAGES + number * fast_call_layout.MESSAGE_BYTES
+    store(message + fast_call_layout.MESSAGE_KIND, message_kind(receives, peer, data_type(view)))
+    store(message + fast_call_layout.MESSAGE_COUNT, count)
+    store(
+        message + fast_call_layout.MESSAGE_ADDRESS,
+        address(view) + first * item_size(data_type(view)),
+    )
     return number + 1
 
 
@@ -97,7 +99,7 @@ def is_disjoint(view: int, count: int, other: int, other_count: int) -> bool:
 def is_own_block(state: int, whole: int, shares: int, part: int) -> bool:
     """Return True if ``part`` is this rank's block of ``whole``."""
     first = 0
-    for rank in range(load(state + layout.STATE_RANK)):
+    for rank in range(load(state + fast_call_layout.STATE_RANK)):
         first += load(shares + 8 * rank)
     return address(part) == address(whole) + first * item_size(data_type(whole))
 
@@ -112,7 +114,7 @@ def put_messages(
     -1. ``skip``: peer without a message.
     """
     first = 0
-    for peer in range(load(state + layout.STATE_NRANKS)):
+    for peer in range(load(state + fast_call_layout.STATE_NRANKS)):
         own = load(shares + 8 * peer) if shares != 0 else count
         if peer != skip and (shares != 0 or only < 0 or only == peer):
             number = put_message(state, number, receives, peer, view, first, own)
@@ -126,44 +128,50 @@ def find_message_collective(call_record: int, args: int) -> int:
 
     Arguments that the operation does not use are ignored.
     """
-    state, even = load(call_record + layout.FAST_STATE), load(call_record + layout.FAST_EVEN)
-    if load32(load(state + layout.STATE_GROUPS)) != 0:
+    state, even = (
+        load(call_record + fast_call_layout.FAST_STATE),
+        load(call_record + fast_call_layout.FAST_EVEN),
+    )
+    if load32(load(state + fast_call_layout.STATE_GROUPS)) != 0:
         return 0
     rank, nranks, rooted = (
-        load(state + layout.STATE_RANK),
-        load(state + layout.STATE_NRANKS),
-        load(call_record + layout.FAST_ROOTED),
+        load(state + fast_call_layout.STATE_RANK),
+        load(state + fast_call_layout.STATE_NRANKS),
+        load(call_record + fast_call_layout.FAST_ROOTED),
     )
     root = -1
-    if rooted != layout.NOT_ROOTED:
+    if rooted != fast_call_layout.NOT_ROOTED:
         root = rank_value(state, load(args + 16))
         if root < 0:
             return 0
     sends, receives = (
-        rooted != layout.ROOTED_IN or root == rank,
-        rooted != layout.ROOTED_OUT or root == rank,
+        rooted != fast_call_layout.ROOTED_IN or root == rank,
+        rooted != fast_call_layout.ROOTED_OUT or root == rank,
     )
     if not has_default_options(state, args + 40, load(args) if sends else load(args + 8)):
         return 0
-    view, other = state + layout.STATE_VIEWS, state + layout.STATE_VIEWS + layout.VIEW_BYTES
+    view, other = (
+        state + fast_call_layout.STATE_VIEWS,
+        state + fast_call_layout.STATE_VIEWS + fast_call_layout.VIEW_BYTES,
+    )
     count = element_count(state, load(args), view) if sends else 0
     if count < 0:
         return 0
     out_count = element_count(state, load(args + 8), other) if receives else 0
-    if out_count < 0 or (receives and load(other + layout.VIEW_READ_ONLY) != 0):
+    if out_count < 0 or (receives and load(other + fast_call_layout.VIEW_READ_ONLY) != 0):
         return 0
     if sends and receives and data_type(view) != data_type(other):
         return 0
     shares, out_shares = 0, 0
-    if load(call_record + layout.FAST_SPLITS_IN) != 0:
-        shares = state + layout.STATE_SHARES
+    if load(call_record + fast_call_layout.FAST_SPLITS_IN) != 0:
+        shares = state + fast_call_layout.STATE_SHARES
         total = read_shares(
             state, even, load(args + 24), count if sends else nranks * out_count, shares
         )
         if total < 0 or (sends and total != count):
             return 0
-    if load(call_record + layout.FAST_SPLITS_OUT) != 0:
-        out_shares = state + layout.STATE_SHARES + 8 * layout.MAX_RANKS
+    if load(call_record + fast_call_layout.FAST_SPLITS_OUT) != 0:
+        out_shares = state + fast_call_layout.STATE_SHARES + 8 * fast_call_layout.MAX_RANKS
         total = read_shares(
             state, even, load(args + 32), out_count if receives else nranks * count, out_shares
         )
@@ -197,6 +205,6 @@ def find_message_collective(call_record: int, args: int) -> int:
         for peer in range(nranks):
             hashed = mix(hashed, load(known + 8 * peer))
     signature = signature_of(
-        load(call_record + layout.FAST_OP), root if root >= 0 else NO_ROOT, hashed
+        load(call_record + fast_call_layout.FAST_OP), root if root >= 0 else NO_ROOT, hashed
     )
-    return find_messages(state, state + layout.STATE_CALL_MESSAGES, number, signature)
+    return find_messages(state, state + fast_call_layout.STATE_CALL_MESSAGES, number, signature)

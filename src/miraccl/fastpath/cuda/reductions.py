@@ -6,7 +6,7 @@ One launch if all ranks get the same count, else one ``reduce`` per rank that ge
 
 from __future__ import annotations
 
-from miraccl.fastpath.cuda import layout
+from miraccl.executor.cuda import fast_call_layout
 from miraccl.fastpath.cuda.arrays import item_size
 from miraccl.fastpath.cuda.lookup import find_launch, launch_key, operator_number, pack_op_root
 from miraccl.fastpath.cuda.message_ops import is_disjoint, is_own_block, read_shares
@@ -22,17 +22,20 @@ def find_reductions(call_record: int, args: int) -> int:
 
     The records are written to ``STATE_RECORDS``. 0 if Python must handle the call.
     """
-    state = load(call_record + layout.FAST_STATE)
-    if load32(load(state + layout.STATE_GROUPS)) != 0 or not has_default_options(
+    state = load(call_record + fast_call_layout.FAST_STATE)
+    if load32(load(state + fast_call_layout.STATE_GROUPS)) != 0 or not has_default_options(
         state, args + 24, load(args)
     ):
         return 0
     rank, nranks, shares = (
-        load(state + layout.STATE_RANK),
-        load(state + layout.STATE_NRANKS),
-        state + layout.STATE_SHARES,
+        load(state + fast_call_layout.STATE_RANK),
+        load(state + fast_call_layout.STATE_NRANKS),
+        state + fast_call_layout.STATE_SHARES,
     )
-    view, other = state + layout.STATE_VIEWS, state + layout.STATE_VIEWS + layout.VIEW_BYTES
+    view, other = (
+        state + fast_call_layout.STATE_VIEWS,
+        state + fast_call_layout.STATE_VIEWS + fast_call_layout.VIEW_BYTES,
+    )
     op, count = operator_number(state, load(args + 16)), element_count(state, load(args), view)
     if op < 0 or count <= 0:
         return 0
@@ -42,7 +45,7 @@ def find_reductions(call_record: int, args: int) -> int:
     if (
         out_count != load(shares + 8 * rank)
         or data_type(other) != dtype
-        or load(other + layout.VIEW_READ_ONLY) != 0
+        or load(other + fast_call_layout.VIEW_READ_ONLY) != 0
     ):
         return 0
     if not is_disjoint(view, count, other, out_count) and not is_own_block(
@@ -55,12 +58,12 @@ def find_reductions(call_record: int, args: int) -> int:
     if equal:
         record = find_launch(
             state,
-            launch_key(load(call_record + layout.FAST_EQUAL_OP), op, dtype),
+            launch_key(load(call_record + fast_call_layout.FAST_EQUAL_OP), op, dtype),
             out_count,
             address(view),
             address(other),
         )
-        store(state + layout.STATE_RECORDS, record)
+        store(state + fast_call_layout.STATE_RECORDS, record)
         return 1 if record != 0 else 0
     number, part = 0, address(view)
     for root in range(nranks):
@@ -70,14 +73,16 @@ def find_reductions(call_record: int, args: int) -> int:
         target = address(other) if root == rank else part
         record = find_launch(
             state,
-            launch_key(load(call_record + layout.FAST_PER_RANK_OP), pack_op_root(op, root), dtype),
+            launch_key(
+                load(call_record + fast_call_layout.FAST_PER_RANK_OP), pack_op_root(op, root), dtype
+            ),
             count,
             part,
             target,
         )
         if record == 0:
             return 0
-        store(state + layout.STATE_RECORDS + 8 * number, record)
+        store(state + fast_call_layout.STATE_RECORDS + 8 * number, record)
         number += 1
         part += count * item_size(dtype)
     return number

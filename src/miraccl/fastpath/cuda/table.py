@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from miraccl import native
+from miraccl.executor.cuda import fast_call_layout
 from miraccl.executor.cuda.launch import KernelLaunch
 from miraccl.executor.cuda.layout import ARGS, GROUP_SIZES, TYPE_SHIFT
 from miraccl.executor.cuda.messages import LoweredMessages, P2pMessage, WarpQueueRules
-from miraccl.fastpath.cuda import layout
 from miraccl.fastpath.cuda.foreign_types import (
     DL_DTYPES,
     STATE_CONSTANTS,
@@ -49,25 +49,37 @@ _MESSAGE_CALLS: dict[str, tuple[str, tuple[int, ...]]] = {
     "send": ("message", (0,)),
     "recv": ("message", (1,)),
     "sendrecv": ("pair", ()),
-    "gather": ("message_collective", (layout.ROOTED_OUT, 0, 1, 1, int(Collective.GATHER))),
-    "gather_v": ("message_collective", (layout.ROOTED_OUT, 0, 1, 0, int(Collective.GATHER))),
-    "scatter": ("message_collective", (layout.ROOTED_IN, 1, 0, 1, int(Collective.SCATTER))),
-    "scatter_v": ("message_collective", (layout.ROOTED_IN, 1, 0, 0, int(Collective.SCATTER))),
+    "gather": (
+        "message_collective",
+        (fast_call_layout.ROOTED_OUT, 0, 1, 1, int(Collective.GATHER)),
+    ),
+    "gather_v": (
+        "message_collective",
+        (fast_call_layout.ROOTED_OUT, 0, 1, 0, int(Collective.GATHER)),
+    ),
+    "scatter": (
+        "message_collective",
+        (fast_call_layout.ROOTED_IN, 1, 0, 1, int(Collective.SCATTER)),
+    ),
+    "scatter_v": (
+        "message_collective",
+        (fast_call_layout.ROOTED_IN, 1, 0, 0, int(Collective.SCATTER)),
+    ),
     "all_gather_v": (
         "message_collective",
-        (layout.NOT_ROOTED, 0, 1, 0, int(Collective.ALL_GATHER)),
+        (fast_call_layout.NOT_ROOTED, 0, 1, 0, int(Collective.ALL_GATHER)),
     ),
     "all_to_all_v": (
         "message_collective",
-        (layout.NOT_ROOTED, 1, 1, 0, int(Collective.ALL_TO_ALL)),
+        (fast_call_layout.NOT_ROOTED, 1, 1, 0, int(Collective.ALL_TO_ALL)),
     ),
     "reduce_scatter_v": ("reductions", (int(Collective.REDUCE_SCATTER), int(Collective.REDUCE))),
 }
 _COLLECTIVES = {collective.label: collective for collective in BLOCK_LAYOUTS}
 #: Operations with a fast call.
 CALLS = (*_COLLECTIVES, *_MESSAGE_CALLS)
-_OPERATORS = tuple(RedOp(number) for number in range(layout.NOPS))
-_LAUNCH_WORDS = layout.LAUNCH_BYTES // 8
+_OPERATORS = tuple(RedOp(number) for number in range(fast_call_layout.NOPS))
+_LAUNCH_WORDS = fast_call_layout.LAUNCH_BYTES // 8
 
 
 def _entry(name: str) -> int:
@@ -117,9 +129,9 @@ class CudaFastPath:
         hand_over: Callable[[Any], None],
         retain: Retain,
     ) -> None:
-        assert nranks <= layout.MAX_RANKS
+        assert nranks <= fast_call_layout.MAX_RANKS
         self._nranks = nranks
-        memory = np.zeros(layout.STATE_BYTES // 8, np.int64)
+        memory = np.zeros(fast_call_layout.STATE_BYTES // 8, np.int64)
         self._address = int(memory.ctypes.data)
         self._state = memory.data  # memoryview: element access is much faster than with NumPy
         fail, release = self._raise, self.release
@@ -137,37 +149,40 @@ class CudaFastPath:
         self._no_cpu_plan = np.zeros(1, np.int64)
         self._undetected = {"torch": self._detect_torch, "cupy": self._detect_cupy}
         for where, value in (
-            (layout.STATE_ABORT, abort),
-            (layout.STATE_DEVICE, ordinal << 32 | layout.DL_CUDA),
-            (layout.STATE_STREAM, -1),
-            (layout.STATE_ORDER, order),
-            (layout.STATE_OWN, own),
-            (layout.STATE_NONE, id(None)),
-            (layout.STATE_FALSE, id(False)),
-            (layout.STATE_INT_TYPE, id(int)),
-            (layout.STATE_LIST_TYPE, id(list)),
-            (layout.STATE_TUPLE_TYPE, id(tuple)),
-            (layout.STATE_RANK, rank),
-            (layout.STATE_NRANKS, nranks),
-            (layout.STATE_GROUPS, groups),
-            (layout.STATE_CPU_PLAN, int(self._no_cpu_plan.ctypes.data)),
-            (layout.STATE_CLOSED, 1),
-            (layout.STATE_COLLECTED_ARRAYS, id(self._collected_arrays)),
-            (layout.STATE_HAND_OVER, id(hand_over)),
-            (layout.STATE_ORDINAL, id(ordinal)),
-            (layout.STATE_RAISE, id(fail)),
-            (layout.STATE_RELEASE, id(release)),
-            (layout.STATE_VIEW_FOREIGN, _entry("view_foreign")),
-            (layout.STATE_RETAINED, id(self.retained)),
-            (layout.STATE_COLLECTED_OWNERS, id(self._collected_owners)),
+            (fast_call_layout.STATE_ABORT, abort),
+            (fast_call_layout.STATE_DEVICE, ordinal << 32 | fast_call_layout.DL_CUDA),
+            (fast_call_layout.STATE_STREAM, -1),
+            (fast_call_layout.STATE_ORDER, order),
+            (fast_call_layout.STATE_OWN, own),
+            (fast_call_layout.STATE_NONE, id(None)),
+            (fast_call_layout.STATE_FALSE, id(False)),
+            (fast_call_layout.STATE_INT_TYPE, id(int)),
+            (fast_call_layout.STATE_LIST_TYPE, id(list)),
+            (fast_call_layout.STATE_TUPLE_TYPE, id(tuple)),
+            (fast_call_layout.STATE_RANK, rank),
+            (fast_call_layout.STATE_NRANKS, nranks),
+            (fast_call_layout.STATE_GROUPS, groups),
+            (fast_call_layout.STATE_CPU_PLAN, int(self._no_cpu_plan.ctypes.data)),
+            (fast_call_layout.STATE_CLOSED, 1),
+            (fast_call_layout.STATE_COLLECTED_ARRAYS, id(self._collected_arrays)),
+            (fast_call_layout.STATE_HAND_OVER, id(hand_over)),
+            (fast_call_layout.STATE_ORDINAL, id(ordinal)),
+            (fast_call_layout.STATE_RAISE, id(fail)),
+            (fast_call_layout.STATE_RELEASE, id(release)),
+            (fast_call_layout.STATE_VIEW_FOREIGN, _entry("view_foreign")),
+            (fast_call_layout.STATE_RETAINED, id(self.retained)),
+            (fast_call_layout.STATE_COLLECTED_OWNERS, id(self._collected_owners)),
             *STATE_CONSTANTS,
             *(
-                (layout.STATE_NAMES + 8 * number, id(name))
-                for number, name in enumerate(layout.NAMES)
+                (fast_call_layout.STATE_NAMES + 8 * number, id(name))
+                for number, name in enumerate(fast_call_layout.NAMES)
             ),
-            *((layout.STATE_OPS + 8 * number, id(op)) for number, op in enumerate(_OPERATORS)),
             *(
-                (layout.STATE_DTYPES + 8 * number, dtype)
+                (fast_call_layout.STATE_OPS + 8 * number, id(op))
+                for number, op in enumerate(_OPERATORS)
+            ),
+            *(
+                (fast_call_layout.STATE_DTYPES + 8 * number, dtype)
                 for number, dtype in enumerate(DL_DTYPES.values())
             ),
         ):
@@ -179,27 +194,27 @@ class CudaFastPath:
     @property
     def stream(self) -> int:
         """Stream handle of the last operation; -1 before the first."""
-        return int(self._state[layout.STATE_STREAM // 8])
+        return int(self._state[fast_call_layout.STATE_STREAM // 8])
 
     @stream.setter
     def stream(self, number: int) -> None:
         if number not in (-1, 0):
-            self._write(layout.STATE_OTHER_STREAMS, 1)
-        self._write(layout.STATE_STREAM, number)
+            self._write(fast_call_layout.STATE_OTHER_STREAMS, 1)
+        self._write(fast_call_layout.STATE_STREAM, number)
 
     @property
     def only_default_stream(self) -> bool:
         """True if all operations were in the legacy default stream, so no graph can replay any."""
-        return not self._state[layout.STATE_OTHER_STREAMS // 8]
+        return not self._state[fast_call_layout.STATE_OTHER_STREAMS // 8]
 
     @property
     def captured(self) -> bool:
         """True if the stream was being captured at its last operation on the slow path."""
-        return bool(self._state[layout.STATE_CAPTURED // 8])
+        return bool(self._state[fast_call_layout.STATE_CAPTURED // 8])
 
     @captured.setter
     def captured(self, is_so: bool) -> None:
-        self._write(layout.STATE_CAPTURED, int(is_so))
+        self._write(fast_call_layout.STATE_CAPTURED, int(is_so))
 
     def fast_call(
         self, name: str, fallback: FastCall | None = None, *, collects: bool = False
@@ -215,7 +230,7 @@ class CudaFastPath:
             else _MESSAGE_CALLS[name]
         )
         handed = (0, 0) if fallback is None else native.entry_of(fallback)
-        record = np.zeros(layout.FAST_WORDS, np.int64)
+        record = np.zeros(fast_call_layout.FAST_WORDS, np.int64)
         record[: 4 + len(words)] = (self._address, *handed, int(collects), *words)
         self._keep_alive.append((record, fallback))
         return _builtin(name, entry, int(record.ctypes.data))
@@ -223,8 +238,8 @@ class CudaFastPath:
     def _collective_words(self, name: str) -> tuple[int, ...]:
         collective = _COLLECTIVES[name]
         many_in, many_out, in_place = BLOCK_LAYOUTS[collective]
-        third = (layout.THIRD_OPERATOR if collective.reduces else 0) | (
-            layout.THIRD_ROOT if collective.rooted else 0
+        third = (fast_call_layout.THIRD_OPERATOR if collective.reduces else 0) | (
+            fast_call_layout.THIRD_ROOT if collective.rooted else 0
         )
         return (
             int(collective),
@@ -248,28 +263,33 @@ class CudaFastPath:
         capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
         if type(capsule).__name__ == "PyCapsule":
             table = pointer_of(capsule, b"dlpack_exchange_api")
-            if ctypes.c_uint32.from_address(table + layout.API_MAJOR).value == layout.DL_MAJOR:
+            if (
+                ctypes.c_uint32.from_address(table + fast_call_layout.API_MAJOR).value
+                == fast_call_layout.DL_MAJOR
+            ):
                 self._write(
-                    layout.STATE_VIEW, ctypes.c_int64.from_address(table + layout.API_VIEW).value
+                    fast_call_layout.STATE_VIEW,
+                    ctypes.c_int64.from_address(table + fast_call_layout.API_VIEW).value,
                 )
-                if not self._state[layout.STATE_QUERY_STREAM // 8]:
+                if not self._state[fast_call_layout.STATE_QUERY_STREAM // 8]:
                     self._write(
-                        layout.STATE_CURRENT,
-                        ctypes.c_int64.from_address(table + layout.API_CURRENT).value,
+                        fast_call_layout.STATE_CURRENT,
+                        ctypes.c_int64.from_address(table + fast_call_layout.API_CURRENT).value,
                     )
-                self._write(layout.STATE_TYPE, id(kind))
+                self._write(fast_call_layout.STATE_TYPE, id(kind))
         return kind is not None
 
     def _detect_cupy(self, cupy: Any) -> bool:
         """Enable CuPy arrays; False while CuPy is not fully imported."""
         kind = getattr(cupy, "ndarray", None)
         if kind is not None and all(
-            hasattr(kind, name) for name in layout.NAMES[: layout.NAMES.index("ptr")]
+            hasattr(kind, name)
+            for name in fast_call_layout.NAMES[: fast_call_layout.NAMES.index("ptr")]
         ):
             for number, (code, dtype) in enumerate(NUMPY_DTYPE.items()):
-                self._write(layout.STATE_ARRAY_DTYPES + 16 * number, id(dtype))
-                self._write(layout.STATE_ARRAY_DTYPES + 16 * number + 8, DL_DTYPES[code])
-            self._write(layout.STATE_ARRAY_TYPE, id(kind))
+                self._write(fast_call_layout.STATE_ARRAY_DTYPES + 16 * number, id(dtype))
+                self._write(fast_call_layout.STATE_ARRAY_DTYPES + 16 * number + 8, DL_DTYPES[code])
+            self._write(fast_call_layout.STATE_ARRAY_TYPE, id(kind))
         return kind is not None
 
     def add_foreign_types(self, kinds: dict[type, ArrayProtocol]) -> None:
@@ -279,17 +299,20 @@ class CudaFastPath:
         for kind, how in list(kinds.items()):  # a copy: other threads may add types meanwhile
             if (
                 kind not in self._foreign_types
-                and len(self._foreign_types) < layout.MAX_FOREIGN_TYPES
+                and len(self._foreign_types) < fast_call_layout.MAX_FOREIGN_TYPES
             ):
-                row = layout.STATE_FOREIGN_TYPES + len(self._foreign_types) * layout.FOREIGN_BYTES
+                row = (
+                    fast_call_layout.STATE_FOREIGN_TYPES
+                    + len(self._foreign_types) * fast_call_layout.FOREIGN_BYTES
+                )
                 words, self._foreign_types[kind] = foreign_record(kind, how)
                 for offset, word in words.items():
                     self._write(row + offset, word)
 
     def set_driver_functions(self, pointer_attribute: int, is_capturing: int) -> None:
         """Set the addresses of cuPointerGetAttribute and cuStreamIsCapturing."""
-        self._write(layout.STATE_POINTER_ATTRIBUTE, pointer_attribute)
-        self._write(layout.STATE_IS_CAPTURING, is_capturing)
+        self._write(fast_call_layout.STATE_POINTER_ATTRIBUTE, pointer_attribute)
+        self._write(fast_call_layout.STATE_IS_CAPTURING, is_capturing)
 
     def enable_stream_switches(self, event: int, functions: Sequence[int], context: int) -> None:
         """Handle calls in a stream other than the previous one, which waits for that by ``event``.
@@ -298,39 +321,45 @@ class CudaFastPath:
         ``context``: context that must be current.
         """
         for where, value in zip(
-            (layout.STATE_EVENT_RECORD, layout.STATE_STREAM_WAIT, layout.STATE_GET_CONTEXT),
+            (
+                fast_call_layout.STATE_EVENT_RECORD,
+                fast_call_layout.STATE_STREAM_WAIT,
+                fast_call_layout.STATE_GET_CONTEXT,
+            ),
             functions,
             strict=True,
         ):
             self._write(where, value)
-        self._write(layout.STATE_CONTEXT, context)
-        self._write(layout.STATE_EVENT, event)
+        self._write(fast_call_layout.STATE_CONTEXT, context)
+        self._write(fast_call_layout.STATE_EVENT, event)
 
     def set_stream_query(self, ask: Callable[[int], int]) -> None:
         """Set the function that returns the current stream if array types do not provide it."""
         self._keep_alive.append(ask)
-        self._write(layout.STATE_QUERY_STREAM, id(ask))
+        self._write(fast_call_layout.STATE_QUERY_STREAM, id(ask))
 
     def set_cupy_stream_query(self, ask: Callable[[int], int]) -> None:
         """Set the function that returns CuPy's current stream."""
         self._keep_alive.append(ask)
-        self._write(layout.STATE_QUERY_CUPY_STREAM, id(ask))
+        self._write(fast_call_layout.STATE_QUERY_CUPY_STREAM, id(ask))
 
     def set_cpu_plan_word(self, word: int) -> None:
         """Set the address of a word that each fast call resets to 0."""
-        self._write(layout.STATE_CPU_PLAN, word)
+        self._write(fast_call_layout.STATE_CPU_PLAN, word)
 
     def close(self) -> None:
         """Handle no more calls; the words passed to the constructor may be freed."""
-        self._write(layout.STATE_ABORT, self._address + layout.STATE_CLOSED)
+        self._write(fast_call_layout.STATE_ABORT, self._address + fast_call_layout.STATE_CLOSED)
         self._drop(list(self._launches))
 
     def release(self) -> None:
         """Hand the retained owners to ``retain``, which releases them when the GPU has finished."""
         if self.retained:
-            self._retain(self.retained.copy(), int(self._state[layout.STATE_RETAINED_STREAM // 8]))
+            self._retain(
+                self.retained.copy(), int(self._state[fast_call_layout.STATE_RETAINED_STREAM // 8])
+            )
             self.retained.clear()
-            self._write(layout.STATE_RETAINED_BYTES, 0)
+            self._write(fast_call_layout.STATE_RETAINED_BYTES, 0)
 
     # ---- groups
 
@@ -338,9 +367,9 @@ class CudaFastPath:
         """Launch the collected messages as a collective; False, without effect, if they are not
         ``count``.
         """
-        if self._state[layout.STATE_COLLECTED // 8] != count:
+        if self._state[fast_call_layout.STATE_COLLECTED // 8] != count:
             return False
-        self._write(layout.STATE_COLLECTED_SIGNATURE, signature)
+        self._write(fast_call_layout.STATE_COLLECTED_SIGNATURE, signature)
         return True
 
     def pop_collected(self) -> tuple[int, list[tuple[Any, int, bool]], int]:
@@ -351,18 +380,24 @@ class CudaFastPath:
         """
         arrays, words = (
             self._collected_arrays.copy(),
-            self._state[layout.STATE_COLLECTED_MESSAGES // 8 :: layout.MESSAGE_BYTES // 8],
+            self._state[
+                fast_call_layout.STATE_COLLECTED_MESSAGES // 8 :: fast_call_layout.MESSAGE_BYTES
+                // 8
+            ],
         )
         self._collected_arrays.clear()
         self._collected_owners.clear()
-        self._write(layout.STATE_COLLECTED, 0)
-        self._write(layout.STATE_COLLECTED_BYTES, 0)
+        self._write(fast_call_layout.STATE_COLLECTED, 0)
+        self._write(fast_call_layout.STATE_COLLECTED_BYTES, 0)
         kinds = [word & (1 << 32) - 1 for word in words[: len(arrays)]]
         stream, signature = (
             int(self._state[word // 8])
-            for word in (layout.STATE_COLLECTED_STREAM, layout.STATE_COLLECTED_SIGNATURE)
+            for word in (
+                fast_call_layout.STATE_COLLECTED_STREAM,
+                fast_call_layout.STATE_COLLECTED_SIGNATURE,
+            )
         )
-        self._write(layout.STATE_COLLECTED_SIGNATURE, 0)
+        self._write(fast_call_layout.STATE_COLLECTED_SIGNATURE, 0)
         return (
             stream,
             [(x, kind >> 1, bool(kind & 1)) for x, kind in zip(arrays, kinds, strict=True)],
@@ -388,9 +423,9 @@ class CudaFastPath:
             return
         if collective.reduces and not isinstance(op, RedOp):  # PREMUL_SUM with its own scalar
             return
-        third = layout.pack_op_root(int(op), root) if collective.reduces else root
+        third = fast_call_layout.pack_op_root(int(op), root) if collective.reduces else root
         self._insert(
-            layout.launch_key(int(collective), third, DL_DTYPES[dtype]),
+            fast_call_layout.launch_key(int(collective), third, DL_DTYPES[dtype]),
             count,
             launch,
             saturates_gpu,
@@ -411,32 +446,46 @@ class CudaFastPath:
         message collective, or 0.
         """
         dtypes = [DType(message.code) for message in messages]
-        if len(messages) > layout.MAX_MESSAGES or any(dtype not in DL_DTYPES for dtype in dtypes):
+        if len(messages) > fast_call_layout.MAX_MESSAGES or any(
+            dtype not in DL_DTYPES for dtype in dtypes
+        ):
             return
-        record, hashed = np.zeros((len(messages), layout.MESSAGE_BYTES // 8), np.int64), signature
+        record, hashed = (
+            np.zeros((len(messages), fast_call_layout.MESSAGE_BYTES // 8), np.int64),
+            signature,
+        )
         for row, message, dtype, position in zip(record, messages, dtypes, positions, strict=True):
-            kind = layout.message_kind(int(message.receives), message.peer, DL_DTYPES[dtype])
+            kind = fast_call_layout.message_kind(
+                int(message.receives), message.peer, DL_DTYPES[dtype]
+            )
             count = message.nbytes // dtype.itemsize
             hashed = mix(mix(hashed, kind), count)
             row[:] = (kind, count, position)
         self._insert(
-            layout.MESSAGES_KEY | hashed, len(messages), launch, saturates_gpu, record, signature
+            fast_call_layout.MESSAGES_KEY | hashed,
+            len(messages),
+            launch,
+            saturates_gpu,
+            record,
+            signature,
         )
 
     def has_template(self, messages: Sequence[P2pMessage], signature: int = 0) -> bool:
         """Return True if there is a template for messages like these, or there can be none."""
         kinds = _message_kinds(messages)
-        if len(messages) > layout.MAX_MESSAGES or not all(kinds):
+        if len(messages) > fast_call_layout.MAX_MESSAGES or not all(kinds):
             return True
         key = _template_key(kinds, signature)
         for row in self._candidates(key, len(messages)):
-            if int(self._state[row + layout.LAUNCH_KEY // 8]) == key and self._record_at(row):
+            if int(self._state[row + fast_call_layout.LAUNCH_KEY // 8]) == key and self._record_at(
+                row
+            ):
                 shape = self._launches[self._record_at(row)][1]
-                rows = shape[layout.TEMPLATE_BYTES // 8 :][
-                    : len(kinds) * layout.TEMPLATE_MESSAGE_BYTES // 8
+                rows = shape[fast_call_layout.TEMPLATE_BYTES // 8 :][
+                    : len(kinds) * fast_call_layout.TEMPLATE_MESSAGE_BYTES // 8
                 ].reshape(len(kinds), -1)
-                if rows[:, layout.TEMPLATE_MESSAGE_KIND // 8].tolist() == kinds and bool(
-                    shape[layout.TEMPLATE_SIGNATURE // 8]
+                if rows[:, fast_call_layout.TEMPLATE_MESSAGE_KIND // 8].tolist() == kinds and bool(
+                    shape[fast_call_layout.TEMPLATE_SIGNATURE // 8]
                 ) == bool(signature):
                     return True
         return False
@@ -506,8 +555,12 @@ class CudaFastPath:
         """Return the word indices of the table entries in which a launch may be."""
         hashed = mix(mix(0, key), count)
         return [
-            (layout.STATE_TABLE + layout.table_index(hashed, probe) * layout.LAUNCH_BYTES) // 8
-            for probe in range(layout.PROBES)
+            (
+                fast_call_layout.STATE_TABLE
+                + fast_call_layout.table_index(hashed, probe) * fast_call_layout.LAUNCH_BYTES
+            )
+            // 8
+            for probe in range(fast_call_layout.PROBES)
         ]
 
     def _insert(
@@ -539,7 +592,7 @@ class CudaFastPath:
 
     def _record_at(self, row: int) -> int:
         """Return the record of the table entry at a word index; 0 if the entry is free."""
-        return int(self._state[row + layout.LAUNCH_RECORD // 8])
+        return int(self._state[row + fast_call_layout.LAUNCH_RECORD // 8])
 
     def remove_collectives(self) -> None:
         self._drop([block for block, (_, messages) in self._launches.items() if messages is None])
@@ -552,7 +605,9 @@ class CudaFastPath:
     def _drop(self, blocks: Sequence[int]) -> None:
         """Remove the launches with these records."""
         gone = set(blocks)
-        for row in range(layout.STATE_TABLE // 8, layout.STATE_BYTES // 8, _LAUNCH_WORDS):
+        for row in range(
+            fast_call_layout.STATE_TABLE // 8, fast_call_layout.STATE_BYTES // 8, _LAUNCH_WORDS
+        ):
             if self._record_at(row) in gone:
                 for number in range(_LAUNCH_WORDS):
                     self._state[row + number] = 0
@@ -563,7 +618,7 @@ class CudaFastPath:
     @property
     def last(self) -> KernelLaunch | None:
         """Launch of the last operation, if it was a fast call."""
-        found = self._launches.get(int(self._state[layout.STATE_LAST_RECORD // 8]))
+        found = self._launches.get(int(self._state[fast_call_layout.STATE_LAST_RECORD // 8]))
         return None if found is None else found[0]
 
     def _raise(self, code: int) -> None:
@@ -575,13 +630,13 @@ class CudaFastPath:
 
     def clear_last(self) -> None:
         """Note that the last operation took the slow path."""
-        self._write(layout.STATE_LAST_RECORD, 0)
+        self._write(fast_call_layout.STATE_LAST_RECORD, 0)
 
 
 def _message_kinds(messages: Sequence[P2pMessage]) -> list[int]:
     """Return the kinds of messages; 0 for a type that fast calls do not know."""
     return [
-        layout.message_kind(int(m.receives), m.peer, DL_DTYPES[DType(m.code)])
+        fast_call_layout.message_kind(int(m.receives), m.peer, DL_DTYPES[DType(m.code)])
         if DType(m.code) in DL_DTYPES
         else 0
         for m in messages
@@ -589,4 +644,4 @@ def _message_kinds(messages: Sequence[P2pMessage]) -> list[int]:
 
 
 def _template_key(kinds: Sequence[int], signature: int) -> int:
-    return layout.TEMPLATE_KEY | functools.reduce(mix, kinds, int(signature != 0))
+    return fast_call_layout.TEMPLATE_KEY | functools.reduce(mix, kinds, int(signature != 0))

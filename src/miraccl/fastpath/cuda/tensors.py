@@ -9,7 +9,7 @@ from typing import Any
 from llvmlite import ir
 from numba.extending import intrinsic
 
-from miraccl.fastpath.cuda import layout
+from miraccl.executor.cuda import fast_call_layout
 from miraccl.native.intrinsics import I64, PyErr_Clear, PyLong_AsLong, inline, load, load32
 
 #: Linux maps nothing below (vm.mmap_min_addr). The address of a tensor whose storage was freed is
@@ -60,7 +60,7 @@ def view_tensor(state: int, tensor: int, view: int) -> int:
     """Write the view of a contiguous tensor on this GPU at ``view``; return its elements, -1 for
     others.
     """
-    if call_int2(load(state + layout.STATE_VIEW), tensor, view) != 0:
+    if call_int2(load(state + fast_call_layout.STATE_VIEW), tensor, view) != 0:
         PyErr_Clear()
         return -1
     return tensor_count(state, view)
@@ -75,32 +75,36 @@ def is_valid_address(memory: int, count: int) -> bool:
 @inline
 def tensor_count(state: int, view: int) -> int:
     """Return the elements of a contiguous DLTensor on this GPU; -1 for others."""
-    if load(view + layout.DL_DEVICE) != load(state + layout.STATE_DEVICE):
+    if load(view + fast_call_layout.DL_DEVICE) != load(state + fast_call_layout.STATE_DEVICE):
         return -1
-    shape, strides, count = load(view + layout.DL_SHAPE), load(view + layout.DL_STRIDES), 1
-    for axis in range(load32(view + layout.DL_NDIM) - 1, -1, -1):
+    shape, strides, count = (
+        load(view + fast_call_layout.DL_SHAPE),
+        load(view + fast_call_layout.DL_STRIDES),
+        1,
+    )
+    for axis in range(load32(view + fast_call_layout.DL_NDIM) - 1, -1, -1):
         length = load(shape + 8 * axis)
         if strides != 0 and length != 1 and load(strides + 8 * axis) != count:
             return -1
         count *= length
-    return count if is_valid_address(load(view + layout.DL_DATA), count) else -1
+    return count if is_valid_address(load(view + fast_call_layout.DL_DATA), count) else -1
 
 
 @inline
 def address(view: int) -> int:
-    return load(view + layout.DL_DATA) + load(view + layout.DL_OFFSET)
+    return load(view + fast_call_layout.DL_DATA) + load(view + fast_call_layout.DL_OFFSET)
 
 
 @inline
 def data_type(view: int) -> int:
     """Return the DLDataType of a view as a number."""
-    return load32(view + layout.DL_DTYPE) & 0xFFFFFFFF
+    return load32(view + fast_call_layout.DL_DTYPE) & 0xFFFFFFFF
 
 
 @inline
 def int_value(state: int, value: int) -> int:
     """Return the value of a non-negative int object; -1 for other objects."""
-    if load(value + layout.OB_TYPE) != load(state + layout.STATE_INT_TYPE):
+    if load(value + fast_call_layout.OB_TYPE) != load(state + fast_call_layout.STATE_INT_TYPE):
         return -1
     number = PyLong_AsLong(value)
     if number == -1:
@@ -112,4 +116,4 @@ def int_value(state: int, value: int) -> int:
 def rank_value(state: int, value: int) -> int:
     """Return the value of an int object that is a rank; -1 for other objects."""
     number = int_value(state, value)
-    return number if number < load(state + layout.STATE_NRANKS) else -1
+    return number if number < load(state + fast_call_layout.STATE_NRANKS) else -1

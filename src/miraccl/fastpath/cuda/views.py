@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miraccl.fastpath.cuda import layout
+from miraccl.executor.cuda import fast_call_layout
 from miraccl.fastpath.cuda.arrays import view_array
 from miraccl.fastpath.cuda.foreign import foreign_type
 from miraccl.fastpath.cuda.tensors import view_tensor
@@ -22,10 +22,10 @@ from miraccl.native.intrinsics import (
 @inline
 def is_known_type(state: int, array: int) -> bool:
     """Return True if arrays of this type can be read."""
-    kind = load(array + layout.OB_TYPE)
+    kind = load(array + fast_call_layout.OB_TYPE)
     return (
-        kind == load(state + layout.STATE_TYPE)
-        or kind == load(state + layout.STATE_ARRAY_TYPE)
+        kind == load(state + fast_call_layout.STATE_TYPE)
+        or kind == load(state + fast_call_layout.STATE_ARRAY_TYPE)
         or foreign_type(state, array) != 0
     )
 
@@ -36,17 +36,17 @@ def element_count(state: int, array: int, view: int) -> int:
 
     The caller has made sure that its stream is the current one.
     """
-    if load(state + layout.STATE_BUSY) != 0:
+    if load(state + fast_call_layout.STATE_BUSY) != 0:
         return -1
-    store(view + layout.VIEW_READ_ONLY, 0)
-    kind = load(array + layout.OB_TYPE)
-    if kind == load(state + layout.STATE_TYPE):
+    store(view + fast_call_layout.VIEW_READ_ONLY, 0)
+    kind = load(array + fast_call_layout.OB_TYPE)
+    if kind == load(state + fast_call_layout.STATE_TYPE):
         return view_tensor(state, array, view)
-    if kind == load(state + layout.STATE_ARRAY_TYPE):
+    if kind == load(state + fast_call_layout.STATE_ARRAY_TYPE):
         return view_array(state, array, view)
     entry = foreign_type(state, array)
     return (
-        call4(load(state + layout.STATE_VIEW_FOREIGN), state, entry, array, view)
+        call4(load(state + fast_call_layout.STATE_VIEW_FOREIGN), state, entry, array, view)
         if entry != 0
         else -1
     )
@@ -56,15 +56,20 @@ def element_count(state: int, array: int, view: int) -> int:
 def has_owners(state: int) -> bool:
     """Return True if an array of this call must outlive the operation on the GPU."""
     return (
-        load(state + layout.STATE_VIEWS + layout.VIEW_OWNER)
-        | load(state + layout.STATE_VIEWS + layout.VIEW_BYTES + layout.VIEW_OWNER)
+        load(state + fast_call_layout.STATE_VIEWS + fast_call_layout.VIEW_OWNER)
+        | load(
+            state
+            + fast_call_layout.STATE_VIEWS
+            + fast_call_layout.VIEW_BYTES
+            + fast_call_layout.VIEW_OWNER
+        )
     ) != 0
 
 
 @inline
 def release_retained(state: int) -> bool:
     """Let Python release the retained owners in time; False on a Python exception."""
-    result = PyObject_Vectorcall(load(state + layout.STATE_RELEASE), 0, 0, 0)
+    result = PyObject_Vectorcall(load(state + fast_call_layout.STATE_RELEASE), 0, 0, 0)
     if result != 0:
         Py_DecRef(result)
     return result != 0
@@ -73,15 +78,21 @@ def release_retained(state: int) -> bool:
 @inline
 def retain(state: int, owner: int, nbytes: int) -> bool:
     """Retain a capsule whose launch is in the current stream; False on a Python exception."""
-    retained, stream = load(state + layout.STATE_RETAINED), load(state + layout.STATE_STREAM)
+    retained, stream = (
+        load(state + fast_call_layout.STATE_RETAINED),
+        load(state + fast_call_layout.STATE_STREAM),
+    )
     if (
-        load(state + layout.STATE_RETAINED_STREAM) != stream
+        load(state + fast_call_layout.STATE_RETAINED_STREAM) != stream
         and PyList_Size(retained) != 0
         and not release_retained(state)
     ):
         return False
-    store(state + layout.STATE_RETAINED_STREAM, stream)
-    store(state + layout.STATE_RETAINED_BYTES, load(state + layout.STATE_RETAINED_BYTES) + nbytes)
+    store(state + fast_call_layout.STATE_RETAINED_STREAM, stream)
+    store(
+        state + fast_call_layout.STATE_RETAINED_BYTES,
+        load(state + fast_call_layout.STATE_RETAINED_BYTES) + nbytes,
+    )
     return PyList_Append(retained, owner) == 0
 
 
@@ -89,8 +100,9 @@ def retain(state: int, owner: int, nbytes: int) -> bool:
 def limit_retained(state: int) -> bool:
     """Release the retained owners if they are many or large; False on a Python exception."""
     full = (
-        PyList_Size(load(state + layout.STATE_RETAINED)) >= layout.MAX_RETAINED
-        or load(state + layout.STATE_RETAINED_BYTES) >= layout.MAX_RETAINED_BYTES
+        PyList_Size(load(state + fast_call_layout.STATE_RETAINED)) >= fast_call_layout.MAX_RETAINED
+        or load(state + fast_call_layout.STATE_RETAINED_BYTES)
+        >= fast_call_layout.MAX_RETAINED_BYTES
     )
     return not full or release_retained(state)
 
@@ -102,18 +114,20 @@ def finish_call(state: int, code: int) -> bool:
 
     Owners that cannot be retained are leaked, so they stay valid.
     """
-    if not has_owners(state) or load(state + layout.STATE_BUSY) != 0:
-        return code != layout.NOT_HANDLED or PyErr_Occurred() == 0
+    if not has_owners(state) or load(state + fast_call_layout.STATE_BUSY) != 0:
+        return code != fast_call_layout.NOT_HANDLED or PyErr_Occurred() == 0
     for view in range(
-        state + layout.STATE_VIEWS,
-        state + layout.STATE_VIEWS + 2 * layout.VIEW_BYTES,
-        layout.VIEW_BYTES,
+        state + fast_call_layout.STATE_VIEWS,
+        state + fast_call_layout.STATE_VIEWS + 2 * fast_call_layout.VIEW_BYTES,
+        fast_call_layout.VIEW_BYTES,
     ):
-        owner = load(view + layout.VIEW_OWNER)
+        owner = load(view + fast_call_layout.VIEW_OWNER)
         if owner != 0:
-            if code == layout.DONE and not retain(state, owner, load(view + layout.VIEW_NBYTES)):
-                store(view + layout.VIEW_OWNER, 0)
+            if code == fast_call_layout.DONE and not retain(
+                state, owner, load(view + fast_call_layout.VIEW_NBYTES)
+            ):
+                store(view + fast_call_layout.VIEW_OWNER, 0)
                 return False
-            store(view + layout.VIEW_OWNER, 0)
+            store(view + fast_call_layout.VIEW_OWNER, 0)
             Py_DecRef(owner)
     return PyErr_Occurred() == 0 and limit_retained(state)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from miraccl.errors import InvalidUsage
-from miraccl.fastpath.cuda import layout
+from miraccl.executor.cuda import fast_call_layout
 from miraccl.fastpath.cuda.foreign_types import ArrayProtocol
 from miraccl.ops.arguments import (
     ALLOWED,
@@ -207,7 +207,9 @@ def _wait_for_producer(interface: dict[str, Any], stream: Any, gpu: Gpu | None) 
     if producer is None or gpu is None:
         return
     consumer = find_current_stream()(gpu.ordinal) if stream is None else stream_handle(stream)
-    if (int(producer) or layout.STREAM_LEGACY) == (consumer or layout.STREAM_LEGACY):
+    if (int(producer) or fast_call_layout.STREAM_LEGACY) == (
+        consumer or fast_call_layout.STREAM_LEGACY
+    ):
         return
     with gpu.device_guard():
         if gpu.capture_id(int(producer)) == gpu.capture_id(
@@ -218,7 +220,7 @@ def _wait_for_producer(interface: dict[str, Any], stream: Any, gpu: Gpu | None) 
 
 def _remember_type(thing: Any, how: ArrayProtocol) -> None:
     """Tell the fast path the type of a valid array."""
-    if type(thing) not in array_kinds and len(array_kinds) < layout.MAX_FOREIGN_TYPES:
+    if type(thing) not in array_kinds and len(array_kinds) < fast_call_layout.MAX_FOREIGN_TYPES:
         array_kinds[type(thing)] = how
 
 

@@ -46,7 +46,7 @@ from miraccl.runtime.multinode import unmatched
 from miraccl.runtime.multinode.faults import MultiNodeFaults
 from miraccl.runtime.multinode.graph_cache import GraphCache
 from miraccl.runtime.multinode.hierarchical import Hierarchical
-from miraccl.runtime.multinode.layout import NodeLayout, node_name
+from miraccl.runtime.multinode.node_layout import NodeLayout, node_name
 from miraccl.runtime.multinode.runtime import MultiNodePlan, MultiNodeRuntime, OpenCpu
 from miraccl.runtime.multinode.segments import StagedShape
 from miraccl.runtime.multinode.unmatched import MessageCounters

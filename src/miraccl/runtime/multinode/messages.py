@@ -22,7 +22,7 @@ from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cpu.lower import describe_signature, signature
 from miraccl.runtime.core_access import CoreAccess
-from miraccl.runtime.multinode.layout import NodeLayout
+from miraccl.runtime.multinode.node_layout import NodeLayout
 from miraccl.runtime.multinode.segments import StagedSegment
 from miraccl.runtime.multinode.staging import PinnedSlots, PreparedOp
 from miraccl.runtime.multinode.streams import (

@@ -19,7 +19,6 @@ from miraccl.runtime.core_access import core_access
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.transfer import DeviceTransfer
 from miraccl.runtime.multinode.direct import DirectStreams
-from miraccl.runtime.multinode.layout import NodeLayout
 from miraccl.runtime.multinode.messages import CollectiveKind, MessageNetwork, MessageStreams
 from miraccl.runtime.multinode.network import (
     CpuCommunicator,
@@ -27,6 +26,7 @@ from miraccl.runtime.multinode.network import (
     StagedCollective,
     with_agreed_count,
 )
+from miraccl.runtime.multinode.node_layout import NodeLayout
 from miraccl.runtime.multinode.segments import StagedSegment, StagedShape, split_segments
 from miraccl.runtime.multinode.staging import STAGING_THREADS, SegmentNetwork, StagedJob, Staging
 from miraccl.runtime.multinode.stream_monitor import StreamMonitor

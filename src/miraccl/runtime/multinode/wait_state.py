@@ -39,8 +39,8 @@ from miraccl.runtime.gpu.kernel_waits import FailFn, KernelWaits
 from miraccl.runtime.gpu.probe import DeviceProbe
 from miraccl.runtime.gpu.wait_state import DeviceWaitState
 from miraccl.runtime.multinode.direct import DirectOperation
-from miraccl.runtime.multinode.layout import NodeLayout
 from miraccl.runtime.multinode.messages import MessageOperation
+from miraccl.runtime.multinode.node_layout import NodeLayout
 from miraccl.runtime.multinode.runtime import MultiNodeRuntime
 from miraccl.runtime.multinode.staging import StagedJob
 from miraccl.runtime.multinode.streams import remaining_bytes

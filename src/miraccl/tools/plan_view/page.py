@@ -13,7 +13,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from miraccl.tools.plan_view.layout import Drawing, draw_system
+from miraccl.tools.plan_view.placement import Drawing, draw_system
 from miraccl.tools.plan_view.svg import machine_svg
 from miraccl.topo.system_json import system_from_json
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from miraccl.tools.plan_view.layout import Box, Drawing, DrawnLink, Point, draw_system
+from miraccl.tools.plan_view.placement import Box, Drawing, DrawnLink, Point, draw_system
 from miraccl.topo.records import LOC_BW, LinkType
 from miraccl.topo.system_json import system_from_json
 

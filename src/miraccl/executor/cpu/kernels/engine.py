@@ -24,7 +24,7 @@ from miraccl.executor.cpu.kernels.calls import (
     write_counts,
 )
 from miraccl.executor.cpu.kernels.counts import set_counts
-from miraccl.executor.cpu.kernels.messages import connection, drain
+from miraccl.executor.cpu.kernels.fifo_messages import connection, drain
 from miraccl.executor.cpu.kernels.p2p import exchange_all
 from miraccl.executor.cpu.kernels.peer_memory import negotiate_window
 from miraccl.executor.cpu.kernels.progress_page import begin_operation

@@ -6,7 +6,7 @@ An operand that is not addressable is read into the stage, part by part, and add
 from __future__ import annotations
 
 from miraccl.executor.cpu.kernels import layout
-from miraccl.executor.cpu.kernels.messages import connection, local_payload, read_remote
+from miraccl.executor.cpu.kernels.fifo_messages import connection, local_payload, read_remote
 from miraccl.executor.cpu.kernels.slots import descriptor_line
 from miraccl.executor.cpu.kernels.waiting import fail
 from miraccl.native.intrinsics import call4, inline, load, store

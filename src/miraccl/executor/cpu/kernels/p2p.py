@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.counts import count_hash
-from miraccl.executor.cpu.kernels.messages import (
+from miraccl.executor.cpu.kernels.fifo_messages import (
     acquire_slot,
     can_post_address,
     clear_to_send,

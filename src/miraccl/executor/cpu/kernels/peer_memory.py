@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.chunks import INPUT, buffer_base, slice_extent
-from miraccl.executor.cpu.kernels.messages import (
+from miraccl.executor.cpu.kernels.fifo_messages import (
     acquire_slot,
     connection,
     consume,

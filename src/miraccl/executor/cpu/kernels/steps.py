@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.chunks import SCRATCH, buffer_base, message_bytes, slice_extent
-from miraccl.executor.cpu.kernels.messages import (
+from miraccl.executor.cpu.kernels.fifo_messages import (
     acquire_slot,
     can_post_address,
     clear_to_send,

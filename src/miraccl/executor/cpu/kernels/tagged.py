@@ -13,7 +13,7 @@ The progress of a payload that does not complete in the call is in ``row``, an o
 from __future__ import annotations
 
 from miraccl.executor.cpu.kernels import layout
-from miraccl.executor.cpu.kernels.messages import (
+from miraccl.executor.cpu.kernels.fifo_messages import (
     connection,
     consume_message,
     local_payload,

@@ -11,7 +11,7 @@ from miraccl.executor.cpu.kernels.arguments import (
     is_usable,
     small_int,
 )
-from miraccl.executor.cpu.kernels.messages import connection
+from miraccl.executor.cpu.kernels.fifo_messages import connection
 from miraccl.executor.cpu.kernels.p2p import exchange_all, init_op, single_message
 from miraccl.executor.cpu.kernels.waiting import RELEASE_GIL_BYTES, fail, release_gil
 from miraccl.native.intrinsics import inline, load, load_acquire

@@ -12,7 +12,7 @@ from typing import Any
 
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.nogil import offsets
-from miraccl.executor.cpu.kernels.nogil.streams import (
+from miraccl.executor.cpu.kernels.nogil.tcp_streams import (
     back_off,
     begin_next_segment,
     receive_some,
