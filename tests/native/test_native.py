@@ -92,7 +92,7 @@ def test_a_cache_folder_that_cannot_be_written_is_told_once(
     assert cache.writable_folder() == cache.writable_folder() == below
     assert stat.S_IMODE(below.stat().st_mode) == 0o700
     (message,) = told()
-    assert message.startswith(f"MIRACCL_CACHE_DIR={tmp_path}/file cannot be written (File exists)")
+    assert message.startswith(f"cannot write to MIRACCL_CACHE_DIR={tmp_path}/file (File exists)")
 
 
 def test_a_cache_folder_that_may_only_be_read_is_read(
@@ -134,7 +134,7 @@ def test_what_a_full_disk_does_not_take_lies_elsewhere(
     full(tmp_path)
     cache.write("thing", b"bytes")
     assert cache.read("thing") == b"bytes"
-    assert told() == [f"{tmp_path} cannot be written: No space left on device; {below} is used"]
+    assert told() == [f"cannot write to {tmp_path}: No space left on device; {below} is used"]
     with cache.lock("thing") as first:
         assert first
     assert (below / "thing.lock").exists()
@@ -147,7 +147,7 @@ def test_nothing_is_kept_where_no_folder_takes_it(
     cache.write("thing", b"bytes")
     assert cache.read("thing") is None
     (message,) = told()
-    assert "every process makes them again" in message
+    assert "every process makes again" in message
     assert "No space left on device" in message
     with cache.lock("thing") as first:
         assert first

@@ -457,7 +457,7 @@ def test_frame_that_cannot_be_true_ends_the_link(name):
         instructions = link.handle(rec.FrameReceived(1, frame._replace(stream=1)))
     loss = lost(instructions)
     assert loss.kind is rec.LossKind.PROTOCOL
-    assert "makes no sense" in loss.detail
+    assert "violated the protocol" in loss.detail
     assert not [do for do in instructions if isinstance(do, rec.ReceivePayload)]
     assert [do for do in instructions if isinstance(do, rec.AbortStreams)]
 
@@ -558,5 +558,5 @@ def test_validate_state_notices_a_broken_link():
     "numbers", [{"nstreams": 0}, {"nstreams": 65}, {"nstreams": 1, "segment_bytes": 4096}]
 )
 def test_config_refuses_what_cannot_work(numbers):
-    with pytest.raises(ValueError, match=r"streams|piece"):
+    with pytest.raises(ValueError, match=r"streams|segments"):
         rec.LinkConfig(send_slot_bytes=SLOT, recv_slot_bytes=SLOT, **numbers)

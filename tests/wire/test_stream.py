@@ -162,7 +162,7 @@ def test_identity_is_covered_by_the_proof(field):
 
 
 def test_acceptor_refuses_a_call_for_another_rank_and_nonsense():
-    with pytest.raises(AuthenticationError, match="looks for rank 2 at rank 5"):
+    with pytest.raises(AuthenticationError, match="asked rank 5 for rank 2"):
         acceptor(rank=5).receive(initiator().hello)
     with pytest.raises(AuthenticationError, match="does not speak"):
         acceptor().receive(b"GET / HTTP/1.1\r\n".ljust(ws.HELLO_BYTES, b"\n"))

@@ -1,10 +1,11 @@
-"""Compiled code: kernels written in Python, compiled once per machine, cached on disk, loaded in milliseconds.
+"""Compiled code: kernels written in Python, compiled once per machine, cached on disk.
 
-``library(module)`` gives the code, ``builtin`` makes an entry of it callable from Python.  The first process that needs a library
-compiles it under a lock, tells the user on stderr, and leaves the object code in the cache; the other ranks wait for it; every later
-process loads it through llvmlite alone.  The key of the cache is what the code depends on: the text of the kernel's package, of this one
-and of the modules and packages that a package lists as ``SOURCES``, the versions of Numba, llvmlite and Python, and the processor with
-its features.
+``library(module)`` returns the code; ``builtin`` makes an entry callable from Python. The first
+process that needs a library compiles it under a lock, reports this on stderr, and stores the object
+code in the cache; other ranks wait for it, and every later process loads it through llvmlite alone,
+in milliseconds. The cache key covers everything the code depends on: the text of the kernel's
+package, of this one and of the modules and packages that a package lists as ``SOURCES``, the
+versions of Numba, llvmlite and Python, and the processor with its features.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ _lock = threading.Lock()
 
 
 def library(module: str, only: tuple[str, ...] | None = None) -> CodeLibrary:
-    """The compiled exports of a kernel source (``only`` some of them). Symbols are ``PREFIX + name``.  Raises ``SystemFailure``."""
+    """Return the compiled exports of a kernel source, or only those in ``only``.
+
+    Symbols are ``PREFIX + name``. Raises ``SystemFailure``.
+    """
     with _lock:
         if (module, only) not in _loaded:
             with as_system_failure(f"the compiled code of {module} cannot be loaded"):
@@ -56,7 +60,7 @@ def _load(module: str, only: tuple[str, ...] | None) -> CodeLibrary:
 def _compile(module: str, only: tuple[str, ...] | None, label: str) -> list[bytes]:
     from miraccl.native.compiler import compile_module
 
-    long = not only and module != "miraccl.native.words"  # the small ones pass unnoticed
+    long = not only and module != "miraccl.native.words"  # small ones compile in a moment
     if long:
         print(
             f"miraccl: compiling {label} for this machine (once, some seconds) ...",
@@ -82,7 +86,7 @@ def _pack(objects: list[bytes]) -> bytes:
 
 
 def _unpack(data: bytes) -> list[bytes] | None:
-    """The objects, or None for a file that is not whole."""
+    """Return the objects, None for an incomplete file."""
     if len(data) < 40 or hashlib.sha256(data[40:]).digest() != data[:32]:
         return None
     count = int.from_bytes(data[32:40], "little")
@@ -112,9 +116,9 @@ def _key(module: str) -> str:
 
 
 def sources_of(module: str) -> list[Path]:
-    """The files that compiled code of a kernel source depends on."""
+    """Return the files that compiled code of a kernel source depends on."""
     names = ["miraccl.native", module.rpartition(".")[0]]
-    for name in names:  # which grows meanwhile
+    for name in names:  # grows in the loop
         names += [
             more
             for more in getattr(importlib.import_module(name), "SOURCES", ())
@@ -123,13 +127,12 @@ def sources_of(module: str) -> list[Path]:
     return [path for name in names for path in _files_of(name)]
 
 
-_cached_key = functools.cache(
-    _key
-)  # reading the sources and the versions again takes longer than loading a kernel
+# Reading the sources and the versions again would take longer than loading a kernel.
+_cached_key = functools.cache(_key)
 
 
 def _files_of(name: str) -> list[Path]:
-    """The sources of a package, or the one of a module."""
+    """Return the sources of a package, or the one of a module."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         return []

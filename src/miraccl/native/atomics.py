@@ -1,6 +1,6 @@
-"""Atomic words at addresses of this process, as fast builtins. The caller vouches for the memory's being there.
+"""Atomic words at addresses of this process, as fast builtins; the caller guarantees the memory.
 
-Each function is bound at its first use, so that importing this file compiles and loads nothing.
+Each function is bound at its first use, so that importing this module compiles and loads nothing.
 """
 
 from __future__ import annotations
@@ -14,36 +14,41 @@ from miraccl import native
 
 @functools.cache
 def bound(name: str) -> Callable[..., int]:
-    """The builtin over the export ``name`` of ``native.words``; hold on to it where speed matters."""
+    """Return the builtin for an export of ``native.words``; keep it where speed matters."""
     address = native.library("miraccl.native.words").address(native.PREFIX + name)
     return cast("Callable[..., int]", native.builtin(name, address))
 
 
 def load_acquire(address: int, /) -> int:
+    """Load a word with acquire order."""
     return bound("load_word")(address)
 
 
 def store_release(address: int, value: int, /) -> None:
+    """Store a word with release order."""
     bound("store_word")(address, value)
 
 
 def exchange(address: int, value: int, /) -> int:
-    """Swap; a full fence. Gives the old value."""
+    """Store a word and return the old value; a full fence."""
     return bound("exchange_word")(address, value)
 
 
 def add(address: int, number: int, /) -> int:
-    """Add to a word. Gives the old value."""
+    """Add to a word and return the old value."""
     return bound("add_word")(address, number)
 
 
 def ring_futex(address: int, /) -> None:
-    """Add one to the 32-bit word and wake all who sleep on it (a futex shared between processes)."""
+    """Add one to a 32-bit word and wake all its sleepers (a futex shared between processes)."""
     bound("ring_futex")(address)
 
 
 def register_membarrier() -> bool:
-    """Register this process for the global expedited ``membarrier`` (Linux 4.16); False where the kernel has none."""
+    """Register this process for the global expedited ``membarrier`` (Linux 4.16).
+
+    Returns False if the kernel does not support it.
+    """
     import platform
 
     number = {"x86_64": 324, "aarch64": 283}.get(platform.machine())

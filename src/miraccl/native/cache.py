@@ -1,8 +1,9 @@
-"""Where compiled kernels and measured constants live on disk, and the lock that lets one rank make them while the others wait.
+"""Disk cache of compiled kernels and measured constants, with locks between ranks.
 
-Files are written beside their place and renamed, so that a reader never sees half of one.  A folder that cannot be written (a read-only
-home, a full disk, somebody else's) is still read; what is new goes to one below the temporary folder.  Where nothing can be kept, that
-costs the time to make things again in every process.
+Files are written next to their final name and renamed, so that a reader never sees a partial file.
+A folder that cannot be written (a read-only home, a full disk, another user's) is still read; new
+files go to a folder below the temporary one. If no folder can be written, every process compiles
+and measures again.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ log = trace.logger("cache")
 
 
 def preferred_folder() -> Path:
-    """``MIRACCL_CACHE_DIR``, or ``$XDG_CACHE_HOME/miraccl`` (relative ones do not count), or ``~/.cache/miraccl``; the folder below the
-    temporary one for a user without a home, as in containers that run under any number."""
+    """Return the folder that settings choose.
+
+    ``MIRACCL_CACHE_DIR``, else ``$XDG_CACHE_HOME/miraccl`` (if absolute), else
+    ``~/.cache/miraccl``; for a user without a home, as in containers that run under any user ID,
+    the fallback folder.
+    """
     chosen = params.CACHE_DIR.read()
     if chosen:
         return Path(chosen)
@@ -34,12 +39,15 @@ def preferred_folder() -> Path:
 
 
 def writable_folder() -> Path | None:
-    """The first folder that can be written, by its modes; None without one."""
+    """Return the first folder whose mode allows writing, None without one."""
     return next(_writable_folders(), None)
 
 
 def _writable_folders() -> Iterator[Path]:
-    """Folders that can be written, by their modes: the wanted one, made if missing and private to the user; one below the temporary one."""
+    """Yield the folders whose mode allows writing: the preferred one, made private to the user if
+    it
+    does not exist, then the fallback.
+    """
     path = preferred_folder()
     try:
         path = _fallback_folder() if path == _fallback_path() else path
@@ -51,7 +59,8 @@ def _writable_folders() -> Iterator[Path]:
         yield path
     elif params.CACHE_DIR.read():
         _warn_once(
-            f"MIRACCL_CACHE_DIR={path} cannot be written ({why}); a folder below {_temporary()} is used"
+            f"cannot write to MIRACCL_CACHE_DIR={path} ({why}); a folder below {_temporary()} is "
+            "used"
         )
     with contextlib.suppress(OSError):
         yield _fallback_folder()
@@ -60,7 +69,7 @@ def _writable_folders() -> Iterator[Path]:
 def _temporary() -> str:
     try:
         return tempfile.gettempdir()
-    except FileNotFoundError:  # there is none that can be written
+    except FileNotFoundError:  # no folder can be written
         return "/tmp"
 
 
@@ -75,7 +84,9 @@ def _fallback_folder() -> Path:
 
 
 def _owned_by_user(path: Path) -> bool:
-    """False for somebody else's folder, or link, under a guessable name: never load code from there."""
+    """Return False for another user's folder or link under a guessable name: never load code from
+    it.
+    """
     try:
         return path.lstat().st_uid == os.getuid()
     except OSError:
@@ -89,12 +100,12 @@ def _private_folder() -> Path:
 
 @functools.cache
 def _warn_once(text: str) -> None:
-    """Once in this process."""
+    """Log a warning once per process."""
     log.warning("%s", text)
 
 
 def plan_folder() -> Path | None:
-    """Where plans are kept: beside compiled kernels and measured constants. None where they cannot be."""
+    """Return the folder of cached plans, None if there is no writable one."""
     for place in _writable_folders():
         with contextlib.suppress(OSError):
             (place / "plans").mkdir(mode=0o700, exist_ok=True)
@@ -103,7 +114,9 @@ def plan_folder() -> Path | None:
 
 
 def read(name: str) -> bytes | None:
-    """What was written under this name, from the folder that is wanted or the one in its place."""
+    """Return the content of a file in the preferred or the fallback folder, None if it does not
+    exist.
+    """
     below = _fallback_path()
     for place in dict.fromkeys((preferred_folder(), below)):
         if place == below and not _owned_by_user(below):
@@ -114,23 +127,25 @@ def read(name: str) -> bytes | None:
 
 
 def write(name: str, data: bytes) -> None:
+    """Write a file to the first folder that accepts it; log a warning if none does."""
     failed = ""
     for place in _writable_folders():
         try:
             write_atomically(place / name, data)
         except OSError as error:
-            failed = failed or f"{place} cannot be written: {error.strerror}"
+            failed = failed or f"cannot write to {place}: {error.strerror}"
         else:
             if failed:
                 _warn_once(f"{failed}; {place} is used")
             return
     _warn_once(
-        f"compiled code and measurements are not kept, every process makes them again: {failed or 'no folder can be written'}"
+        "cannot store compiled code and measurements, which every process makes again: "
+        f"{failed or 'no folder can be written'}"
     )
 
 
 def write_atomically(target: Path, data: bytes) -> None:
-    """Write a file whole, or raise ``OSError`` and leave nothing."""
+    """Write a complete file, or raise ``OSError`` and leave nothing."""
     handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -143,9 +158,10 @@ def write_atomically(target: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def lock(name: str) -> Iterator[bool]:
-    """Hold the lock ``name``; gives True if nobody else held it. The kernel releases it when its holder dies.
+    """Hold the lock ``name`` within a ``with`` block; the value is True if it was free.
 
-    Nobody waits where no folder, or a file system without locks, can have it.
+    The kernel releases it when its holder dies. Without a folder, or on a file system without
+    locks, the block runs without waiting.
     """
     handle = _open(f"{name}.lock")
     if handle is None:
@@ -158,7 +174,7 @@ def lock(name: str) -> Iterator[bool]:
         except BlockingIOError:
             first = False
             fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError as error:  # not on every network file system
+        except OSError as error:  # some network file systems have no locks
             log.info("no lock for %s: %s", name, error)
         yield first
     finally:
@@ -166,7 +182,10 @@ def lock(name: str) -> Iterator[bool]:
 
 
 def _open(name: str) -> int | None:
-    """A descriptor of a file in the first folder that can have it; None where none can. Raises ``OSError`` without a descriptor left."""
+    """Open a file in the first folder that accepts it; None if none does.
+
+    Raises ``OSError`` if the process has no descriptor left.
+    """
     for place in _writable_folders():
         try:
             return os.open(place / name, os.O_RDWR | os.O_CREAT, 0o600)

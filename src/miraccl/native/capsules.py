@@ -1,4 +1,4 @@
-"""Capsules: how C libraries hand pointers to one another through Python objects."""
+"""Capsules, by which C libraries pass pointers to each other through Python objects."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _name.restype, _name.argtypes = ctypes.c_char_p, [ctypes.py_object]
 
 
 def pointer_of(capsule: object, name: bytes) -> int:
-    """What a capsule of this name holds; ``ValueError`` for any other object."""
+    """Return the pointer in a capsule of this name. Raises ``ValueError`` for any other object."""
     return int(_pointer(capsule, name))
 
 
 def name_of(capsule: object) -> bytes:
-    """``ValueError`` for what is no capsule."""
+    """Return the name of a capsule. Raises ``ValueError`` for any other object."""
     return bytes(_name(capsule) or b"")

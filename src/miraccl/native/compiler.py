@@ -1,8 +1,9 @@
-"""Kernel sources -> object code.
+"""Compiler of kernel sources to object code.
 
-A kernel source is a module with functions over int64 and a table ``EXPORTS``: name -> function of two, three or four int64s.
-Each export becomes a C function ``int64 name(int64, ...)``.  Numba compiles them; the object code is all that is kept, so that
-a process that finds it in the cache needs neither Numba nor a linker.
+A kernel source is a module with functions over int64 and a table ``EXPORTS``: name -> function of
+two, three or four int64s. Each export becomes a C function ``int64 name(int64, ...)``. Numba
+compiles them and only the object code is stored, so that a process that finds it in the cache needs
+neither Numba nor a linker.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from typing import Any
 
 
 def compile_module(module: str, prefix: str, only: tuple[str, ...] | None = None) -> list[bytes]:
-    """Object files of the exports of a kernel source (of those in ``only``), with symbols ``prefix + name``."""
+    """Return object files of the exports of a kernel source, with symbols ``prefix + name``.
+
+    ``only``: names to compile, by default all.
+    """
     source = importlib.import_module(module)
     exports: dict[str, Any] = source.EXPORTS
     return [
@@ -31,7 +35,7 @@ def _compile(function: Any, symbol: str) -> bytes:
         function
     )
     library = compiled._library
-    # The optimised module of Numba holds the C wrapper under a mangled name; it is renamed and emitted once more.
+    # Numba's optimised module has the C wrapper under a mangled name: rename it and emit it again.
     text = library.get_llvm_str().replace(compiled.native_name, symbol)
     return _emit(text)
 

@@ -1,9 +1,8 @@
-"""Words, bytes and the kernel, as compiled code sees them: the instructions that the sources of
-kernels are written in.
+"""Instructions that kernel sources are written in: memory words, libc, and the C API of Python.
 
-Importing this file imports Numba (0.25 s); only ``native.compiler`` and the kernel sources do.
-Everything is an int64: addresses, counts, flags.  Loads and stores that synchronise with another
-rank name their order; all others may be reordered by the compiler.
+Importing this module imports Numba (0.25 s); only ``native.compiler`` and kernel sources do.
+Everything is an int64: addresses, counts, flags. Loads and stores that synchronise with another
+rank name their order; the compiler may reorder all others.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ _B = ir.IntType(8)
 
 
 def inline(function: Any) -> Any:
-    """A helper that LLVM may inline: no exceptions, no reference counts, numpy's division. Python
-    cannot call it.
+    """Compile a helper that LLVM may inline; Python cannot call it.
+
+    It has no exceptions, no reference counts, and NumPy's division.
     """
     return njit(
         error_model="numpy",
@@ -41,7 +41,7 @@ def _pointer(builder: Any, address: Any, kind: Any) -> Any:
 
 @intrinsic
 def load(typingctx: Any, address: Any) -> Any:
-    """The word at an address."""
+    """Load the word at an address."""
     return I64(I64), lambda context, builder, sig, args: builder.load(
         _pointer(builder, args[0], _W)
     )
@@ -58,7 +58,7 @@ def store(typingctx: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def load32(typingctx: Any, address: Any) -> Any:
-    """The signed 32-bit word at an address."""
+    """Load the signed 32-bit word at an address."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.sext(builder.load(_pointer(builder, args[0], _H)), _W)
@@ -68,7 +68,7 @@ def load32(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def load_acquire(typingctx: Any, address: Any) -> Any:
-    """Nothing after it is done before it."""
+    """Load a word before everything that follows."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.load_atomic(_pointer(builder, args[0], _W), "acquire", 8)
@@ -78,7 +78,7 @@ def load_acquire(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def store_release(typingctx: Any, address: Any, value: Any) -> Any:
-    """Everything before it is visible to whoever sees the value."""
+    """Store a word after everything that precedes."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         builder.store_atomic(args[1], _pointer(builder, args[0], _W), "release", 8)
@@ -89,7 +89,7 @@ def store_release(typingctx: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def exchange(typingctx: Any, address: Any, value: Any) -> Any:
-    """Swap, sequentially consistent: also a full fence."""
+    """Store a word and return the old value, sequentially consistent: also a full fence."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.atomic_rmw("xchg", _pointer(builder, args[0], _W), args[1], "seq_cst")
@@ -99,7 +99,7 @@ def exchange(typingctx: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def add32(typingctx: Any, address: Any, value: Any) -> Any:
-    """Atomic add to a 32-bit word; the old value."""
+    """Add to a 32-bit word atomically and return the old value."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         small = builder.trunc(args[1], _H)
@@ -112,7 +112,7 @@ def add32(typingctx: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def add(typingctx: Any, address: Any, value: Any) -> Any:
-    """The same with a word."""
+    """Add to a word atomically and return the old value."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", _pointer(builder, args[0], _W), args[1], "seq_cst")
@@ -131,9 +131,7 @@ def fence(typingctx: Any) -> Any:
 
 @intrinsic
 def pause(typingctx: Any) -> Any:
-    """Tells the core that this is a spin loop (x86 ``pause``; elsewhere a fence for the compiler
-    only).
-    """
+    """Mark a spin loop for the core (x86 ``pause``; elsewhere a fence for the compiler only)."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         if "x86" in builder.module.triple:
@@ -150,8 +148,9 @@ def pause(typingctx: Any) -> Any:
 
 @intrinsic
 def stream_line(typingctx: Any, dst: Any, src: Any) -> Any:
-    """Copy 64 bytes past the caches: ``dst`` (a multiple of 64) is not read first. A fence must
-    follow before others are told.
+    """Copy 64 bytes past the caches, without reading ``dst`` first; ``dst`` is a multiple of 64.
+
+    A fence must follow before other threads are notified.
     """
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:

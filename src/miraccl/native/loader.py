@@ -1,8 +1,9 @@
-"""Object code -> functions of this process: C addresses, and Python builtins that call them without any wrapper.
+"""Loader of object code: C addresses, and Python builtins that call them without a wrapper.
 
-A kernel that Python calls often is bound as a builtin of the calling convention ``METH_FASTCALL``: the interpreter hands the
-compiled function the objects themselves (``PyObject *self, PyObject *const *args, Py_ssize_t nargs``), which costs about 12 ns
-a call where a Numba dispatcher costs 190 and ctypes 600 (measured on Python 3.11, x86-64).
+A kernel that Python calls often is bound as a builtin of the calling convention ``METH_FASTCALL``:
+the interpreter passes the objects themselves (``PyObject *self, PyObject *const *args, Py_ssize_t
+nargs``), at about 12 ns per call, against 190 of a Numba dispatcher and 600 of ctypes (Python 3.11,
+x86-64).
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ _function_of.argtypes = [ctypes.py_object]
 
 @functools.cache
 def target_machine() -> Any:
-    """The processor of this machine, with all of its features; code for a shared library's distance to libc (model ``large``)."""
+    """Return LLVM's target for this processor with all of its features.
+
+    The code model ``large`` reaches libc at any distance.
+    """
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_default_triple()
@@ -58,7 +62,7 @@ def cpu_features() -> str:
 
 
 class CodeLibrary:
-    """Loaded object code. It lives as long as the process: builtins may still point into it."""
+    """Loaded object code. It lives as long as the process, because builtins may point into it."""
 
     def __init__(self, objects: list[bytes]) -> None:
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
@@ -70,9 +74,10 @@ class CodeLibrary:
         _libraries.append(self)
 
     def address(self, symbol: str) -> int:
+        """Return the address of a symbol. Raises ``SystemFailure``."""
         value = int(self._engine.get_function_address(symbol))
         if not value:
-            raise SystemFailure(f"compiled code has no function {symbol!r}")
+            raise SystemFailure(f"cannot use compiled code: it has no function {symbol!r}")
         return value
 
 
@@ -86,13 +91,17 @@ def _bind_symbols(objects: list[bytes]) -> None:
         try:
             value = ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value
         except AttributeError:
-            # Numba's wrapper mentions its own helpers on the path that reports exceptions; kernels raise none.
+            # Numba's wrapper refers to its own helpers to report exceptions, which kernels never
+            # raise.
             value = ctypes.cast(libc.abort, ctypes.c_void_p).value
         llvm.add_symbol(symbol, value)
 
 
 def _undefined_symbols(objects: list[bytes]) -> set[str]:
-    """Names of undefined symbols of ELF objects (System V ABI, chapter 4: SHT_SYMTAB entries with section index 0)."""
+    """Return the names of undefined symbols of ELF objects.
+
+    System V ABI, chapter 4: entries of SHT_SYMTAB with section index 0.
+    """
     import struct
 
     names: set[str] = set()
@@ -115,7 +124,10 @@ def _undefined_symbols(objects: list[bytes]) -> set[str]:
 
 
 def builtin(name: str, address: int, owner: object = None) -> Callable[..., Any]:
-    """A Python builtin over the C function ``PyObject *f(PyObject *owner, PyObject *const *args, Py_ssize_t nargs)``."""
+    """Return a Python builtin for a compiled C function.
+
+    Its type is ``PyObject *f(PyObject *owner, PyObject *const *args, Py_ssize_t nargs)``.
+    """
     function: Callable[..., Any] = _new_builtin(
         ctypes.addressof(_method_definition(name, address)), owner, None
     )
@@ -124,15 +136,16 @@ def builtin(name: str, address: int, owner: object = None) -> Callable[..., Any]
 
 @functools.cache
 def _method_definition(name: str, address: int) -> _PyMethodDef:
-    """Builtins of all owners point to it.
-
-    It is never freed: builtins that are there until the interpreter ends outlive this module, and the last garbage collection reads it.
-    """
+    """Return the method definition shared by builtins of all owners."""
     definition = _PyMethodDef(name.encode(), address, METH_FASTCALL, b"")
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(definition))
     return definition
 
 
 def entry_of(function: Callable[..., Any]) -> tuple[int, int]:
-    """The C function of a builtin made by ``builtin``, and the address of its owner, which it keeps: for compiled code that calls it."""
+    """Return the C function of a builtin and the address of its owner, for compiled code that calls
+    it.
+
+    The builtin keeps the owner alive.
+    """
     return int(_function_of(function)), id(function.__self__)  # type: ignore[attr-defined]

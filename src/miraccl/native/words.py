@@ -1,4 +1,8 @@
-"""Kernel source: single words of shared memory, for Python code that shares them with compiled code. Arguments are Python ints."""
+"""Kernel source: single words of shared memory, for Python code that shares them with compiled
+code.
+
+Arguments are Python ints.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +37,19 @@ def exchange_word(self: int, args: int, nargs: int) -> int:
 
 
 def add_word(self: int, args: int, nargs: int) -> int:
-    """Add to a word; the old value."""
+    """Add to a word and return the old value."""
     return PyLong_FromLong(add(PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))))
 
 
 def ring_futex(self: int, args: int, nargs: int) -> int:
-    """Add one to a 32-bit word and wake everybody who sleeps on it."""
+    """Add one to a 32-bit word and wake all its sleepers."""
     address = PyLong_AsLong(load(args))
     add32(address, 1)
     return PyLong_FromLong(syscall(SYS_FUTEX, address, FUTEX_WAKE, 1 << 30, 0, 0, 0))
 
 
 def system_call(self: int, args: int, nargs: int) -> int:
-    """``system_call(number, a, b, c)``: -1 or the result."""
+    """Make the system call ``system_call(number, a, b, c)``; return its result or -1."""
     number = PyLong_AsLong(load(args))
     a, b, c = (
         PyLong_AsLong(load(args + 8)),

@@ -1,15 +1,18 @@
-"""What a proxy does for one peer, without sockets, memory, clock or threads: events in, instructions out.
+"""Protocol of one network peer as a state machine: events in, instructions out.
 
-A ``Link`` is both directions between this rank and one peer, over ``nstreams`` TCP streams that may reorder each other's frames: a
-``Sender``, a ``Receiver``, and how the streams end.
+No sockets, memory, clock or threads. A ``ProxyLink`` is both directions between this rank and one
+peer, over ``nstreams`` TCP streams that may reorder each other's frames: a ``SendHalf``, a
+``ReceiveHalf``, and the ends of the streams.
 
-Every frame carries, as ``ack``, what the receiver has consumed.  No frame is believed: credit and wants, too, are checked against what this
-side has sent, and the first contradiction ends the link with ``Lost(PROTOCOL)``.  The receiver never stops reading its streams, so credit
-and wants cannot be stuck behind data: that is why this cannot deadlock.
+Every frame carries, as ``ack``, the number of messages the receiver has consumed. Frames are not
+trusted: credit and CTS are checked against what this side has sent as well, and the first
+contradiction ends the link with ``PeerLost(PROTOCOL)``. The receiver never stops reading its
+streams, so credit and CTS cannot be stuck behind data, and the protocol cannot deadlock.
 
-Ending.  ``CloseAsked``: what was posted is sent, then CLOSE on each stream, then the peer's end is waited for.  A peer that is not
-leaving itself answers CLOSE by closing.  A stream that ends without CLOSE is a loss.
-The record of every event can be kept and played again (``replay``); the idea is that of dask's worker state machine.
+End of a link. ``CloseRequested``: send what was posted, then CLOSE on each stream, then wait for
+the peer's end. A peer that is not closing itself answers CLOSE by closing. A stream that ends
+without CLOSE is a loss. The log of all events can be recorded and replayed (``replay``), as in
+dask's worker state machine.
 """
 
 from __future__ import annotations
@@ -46,9 +49,13 @@ from miraccl.wire.stream import MAX_TEXT_BYTES, Frame, FrameType
 
 
 class ProxyLink:
-    """State of one peer.  ``handle`` is the only door; it never raises for what a peer does.
+    """State of one peer. ``handle`` is the only entry point and never raises for actions of the
+    peer.
 
-    ``log``, if given, collects the events.  Attributes without underscore may be read by the owner.
+    Attributes without an underscore may be read by the owner.
+
+    Args:
+        log: List that collects all events.
     """
 
     def __init__(self, config: LinkConfig, *, log: list[Event] | None = None) -> None:
@@ -77,11 +84,11 @@ class ProxyLink:
 
     @property
     def alive(self) -> bool:
-        """Whether streams and memory are still in use."""
+        """True while streams and memory are in use."""
         return self.state in (LinkState.OPEN, LinkState.DRAINING, LinkState.CLOSING)
 
     def handle(self, event: Event) -> list[Instruction]:
-        """One thing happened; returns what is to be done, in this order."""
+        """Process one event and return the instructions to execute, in order."""
         if self.log is not None:
             self.log.append(event)
         if not self.alive:
@@ -94,7 +101,7 @@ class ProxyLink:
         except Impossible as problem:
             self._fail(LossKind.INTERNAL, str(problem), cut=True)
         except Contradiction as problem:
-            self._fail(LossKind.PROTOCOL, f"sent what makes no sense: {problem}", cut=True)
+            self._fail(LossKind.PROTOCOL, f"violated the protocol: {problem}", cut=True)
         return self._instructions.copy()
 
     # --- local events
@@ -105,7 +112,8 @@ class ProxyLink:
 
     def _consumed(self, event: MessagesConsumed) -> None:
         self.receiver.consume(event.tail)
-        # The peer stops at nslots; half of it keeps it going and saves three frames out of four where traffic is one way only.
+        # The peer stops at nslots. A credit per half of them keeps it sending, and saves three
+        # frames out of four if messages go in one direction only.
         if (
             event.tail - self.sender.last_ack >= self.config.nslots // 2
             and not self.sender.has_control_frames
@@ -114,7 +122,7 @@ class ProxyLink:
 
     def _close_requested(self, event: CloseRequested) -> None:
         if self.state is LinkState.OPEN:
-            self._move("close asked")
+            self._move("close requested")
 
     def _abort_requested(self, event: AbortRequested) -> None:
         self._instructions.append(AbortStreams(event.text))
@@ -149,9 +157,9 @@ class ProxyLink:
         self._stream_closed[event.stream] = True
         if self.state is LinkState.OPEN:
             self._fail(LossKind.RESET, event.detail)
-        elif self.state is LinkState.DRAINING:  # nobody reads what is left
+        elif self.state is LinkState.DRAINING:  # the peer reads no longer
             self._finish("peer closed")
-        else:  # nor takes our own CLOSE, where that is left
+        else:  # it will not read a CLOSE that is still queued either
             self.sender.drop(event.stream)
 
     def _garbage(self, event: Garbage) -> None:
@@ -166,24 +174,25 @@ class ProxyLink:
             return
         if self.receiver.delivered != frame.message:
             raise Contradiction(
-                f"closes after {frame.message} messages, {self.receiver.delivered} came"
+                f"it closes after {frame.message} messages, but {self.receiver.delivered} arrived"
             )
         if self.state is LinkState.OPEN:
             self._fail(LossKind.CLOSED, "closed its communicator")
-        elif self.state is LinkState.DRAINING:  # nobody reads what is left
+        elif self.state is LinkState.DRAINING:  # the peer reads no longer
             self._finish("peer closed")
 
-    # --- what follows
+    # --- after an event
 
     def _pump(self) -> None:
         ack = self.receiver.tail
         if self.state is LinkState.DRAINING and self.sender.done:
-            self._move("all taken")
+            self._move("all written")
             self.sender.close(ack)
         if self.state is LinkState.CLOSING:
-            # A stream closed while the peer still sends on it is reset, which would destroy what the peer has not read: wait for its end.
+            # Closing a stream on which the peer still sends resets it and destroys data that the
+            # peer has not read: wait for its end.
             if not self.sender.closing and all(self._stream_closed):
-                self._finish("close taken, peer closed")
+                self._finish("close written, peer closed")
             return
         self.sender.pump(ack)
 
@@ -203,6 +212,6 @@ class ProxyLink:
 
 
 def replay(config: LinkConfig, events: Iterable[Event]) -> tuple[ProxyLink, list[Instruction]]:
-    """A link that lived through ``events``, and all that it asked for."""
+    """Return a new link that processed ``events``, and all of its instructions."""
     link = ProxyLink(config)
     return link, [instruction for event in events for instruction in link.handle(event)]

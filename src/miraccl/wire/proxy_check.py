@@ -1,4 +1,4 @@
-"""Everything that must always hold in a link; for tests, which look after each event."""
+"""Invariants of a link, checked by tests after each event."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from miraccl.wire.proxy_states import RecvState, SendState
 
 
 def validate_state(link: ProxyLink) -> None:
-    """Raises ``AssertionError`` with the first invariant that does not hold."""
+    """Raise ``AssertionError`` with the first invariant that does not hold."""
     _validate_sender(link.sender)
     _validate_receiver(link.receiver)
     assert link.sender.last_ack <= link.receiver.tail

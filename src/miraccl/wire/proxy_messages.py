@@ -1,4 +1,4 @@
-"""The messages of a link that are under way, one record each for as long as the peer or the executor has to do with it."""
+"""Messages of a link that are in flight: one record each while peer or executor refer to it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from miraccl.wire.stream import Frame
 
 
 class Contradiction(Exception):
-    """A frame cannot be true."""
+    """A frame of the peer contradicts the state of the link."""
 
 
 class Impossible(Exception):
-    """This side did what it cannot have done."""
+    """This side did something that the protocol excludes."""
 
 
 class OutgoingMessage:
-    """One message on its way out: bytes [0, queued) are in frames, ``untaken`` of these frames are not in the kernel yet."""
+    """Outgoing message: bytes [0, queued) are in frames, of which ``unwritten`` are not in the
+    kernel.
+    """
 
     __slots__ = ("nbytes", "queued", "signature", "state", "unwritten")
 
@@ -32,7 +34,9 @@ class OutgoingMessage:
 
 
 class IncomingMessage:
-    """One message on its way in: ``pieces`` are the claimed byte ranges, ``missing`` the bytes not placed yet."""
+    """Incoming message: ``ranges`` are the claimed byte ranges, ``missing`` the bytes not placed
+    yet.
+    """
 
     __slots__ = ("missing", "nbytes", "placement", "ranges", "signature", "state")
 
@@ -48,11 +52,11 @@ class IncomingMessage:
         self.state = RECV_TABLE[self.state, trigger]
 
     def claim(self, start: int, end: int) -> None:
-        """Ranges are kept merged and sorted, so that a message of any number of pieces needs little memory."""
+        """Claim bytes [start, end). Raises ``Contradiction`` if they were claimed before."""
         merged = []
         for low, high in self.ranges:
             if start < high and low < end:
-                raise Contradiction(f"bytes [{start}, {end}) come twice")
+                raise Contradiction(f"it sends bytes [{start}, {end}) twice")
             if high == start:
                 start = low
             elif low == end:

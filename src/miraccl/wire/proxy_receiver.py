@@ -1,8 +1,8 @@
-"""The half of a link that receives: frames to their places in memory, and messages in order to the executor.
+"""Receiving half of a link: places frames in memory and delivers messages in order.
 
-The first frame of a message fixes its place: in the line if it fits, at the wanted address if there is enough room, else in its slot.
-Nothing is ever placed elsewhere, and no frame is believed: message number, size and piece are all checked against what this side has
-granted.
+The first frame of a message determines its placement: the descriptor line if it fits, the posted
+receive buffer if that is large enough, else its slot. Frames are not trusted: message number, size
+and segment are checked against what this side has granted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from miraccl.wire.stream import Frame
 
 
 class ReceiveHalf:
-    """``do`` takes the instructions.  Attributes without underscore may be read: tail <= delivered."""
+    """State of the receiving direction; ``tail <= delivered`` may be read by the owner.
+
+    Args:
+        do: List to which instructions are appended.
+    """
 
     def __init__(self, config: LinkConfig, do: list[Instruction]) -> None:
         self.config = config
@@ -36,7 +40,9 @@ class ReceiveHalf:
     # --- this side
 
     def post_receive(self, message: int, room: int) -> bool:
-        """Let a message land where there is so much room; whether the peer has to know that."""
+        """Let a message land in a receive buffer of ``room`` bytes; return True if the peer needs a
+        CTS.
+        """
         record = self._messages.get(message)
         if (
             message in self._posted
@@ -44,10 +50,10 @@ class ReceiveHalf:
         ):
             return False
         if record and record.state is not RecvState.ANNOUNCED:
-            return False  # too late, the message has its place
+            return False  # too late: its placement is fixed
         self._posted[message] = room
         if record and room < record.nbytes:
-            self._reject(record, "want too small")
+            self._reject(record, "buffer too small")
             return False
         return room > self.config.recv_slot_bytes
 
@@ -70,22 +76,22 @@ class ReceiveHalf:
             record.move("all placed")
             self._deliver()
 
-    # --- what the peer says
+    # --- frames of the peer
 
     def on_announce(self, frame: Frame) -> None:
         message = frame.message
         if frame.nbytes <= self.config.recv_slot_bytes:
-            raise Contradiction(f"announces {frame.nbytes} bytes, which fit into a slot")
+            raise Contradiction(f"it announces {frame.nbytes} bytes, which fit into a slot")
         known = self._messages.get(message)
         if known and (known.state is RecvState.ANNOUNCED or known.nbytes != frame.nbytes):
-            raise Contradiction(f"announces message {message} again")
+            raise Contradiction(f"it announces message {message} again")
         if known or message < self.tail:
-            return  # it crossed with a want, and the data on another stream have overtaken it
+            return  # its CTS crossed it, and the data overtook it on another stream
         self._check_window(message)
         record = self._messages[message] = IncomingMessage(frame)
         room = self._posted.get(message)
         if room is not None and room < frame.nbytes:
-            return self._reject(record, "announce, want too small")
+            return self._reject(record, "announce, buffer too small")
         record.move("announce")
         if room is None:
             self._instructions.append(AnnounceMessage(message, frame.signature, frame.nbytes))
@@ -97,12 +103,12 @@ class ReceiveHalf:
             self._check_window(message)
             record = self._messages[message] = IncomingMessage(frame)
         elif record.state in (RecvState.COMPLETE, RecvState.DELIVERED):
-            raise Contradiction(f"sends message {message} again")
+            raise Contradiction(f"it sends message {message} again")
         elif (record.signature, record.nbytes) != (frame.signature, frame.nbytes):
             raise Contradiction(f"message {message} changes on its way")
         if record.placement is None:
             record.placement = self._place(message, frame.nbytes)
-        record.move("piece")
+        record.move("segment")
         record.claim(frame.offset, frame.offset + frame.length)
         if frame.length:
             self._arriving[stream] = (message, frame.length)
@@ -113,12 +119,13 @@ class ReceiveHalf:
             record.move("all placed")
             self._deliver()
 
-    # --- places
+    # --- placement
 
     def _check_window(self, message: int) -> None:
         if not self.tail <= message < self.tail + self.config.nslots:
             raise Contradiction(
-                f"sends message {message}, allowed are {self.tail} to {self.tail + self.config.nslots - 1}"
+                f"it sends message {message}; allowed are {self.tail} to "
+                f"{self.tail + self.config.nslots - 1}"
             )
 
     def _place(self, message: int, nbytes: int) -> Placement:
@@ -128,7 +135,9 @@ class ReceiveHalf:
             return Placement.POSTED
         if nbytes <= self.config.recv_slot_bytes:
             return Placement.SLOT
-        raise Contradiction(f"sends {nbytes} bytes as message {message} without being asked for")
+        raise Contradiction(
+            f"it sends {nbytes} bytes as message {message} without a posted receive"
+        )
 
     def _reject(self, record: IncomingMessage, trigger: str) -> None:
         record.placement = Placement.OVERSIZE

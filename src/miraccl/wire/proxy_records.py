@@ -1,6 +1,7 @@
-"""Records of a link: its numbers, what happens to it (events), what it asks for (instructions), and how it can end.
+"""Records of a link: parameters, events, instructions, and losses.
 
-Events and instructions are tuples and not dataclasses: several are made per message, and a frozen dataclass costs five times as much.
+Events and instructions are tuples, not dataclasses: several are made per message, and a frozen
+dataclass costs five times as much.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from miraccl.wire.stream import MAX_STREAMS, MIN_SEGMENT_BYTES, Frame
 
 @dataclass(frozen=True, kw_only=True)
 class LinkConfig:
-    """Numbers of a link.  ``send_slot_bytes`` are the peer's slots, ``recv_slot_bytes`` ours; sizes in bytes.
+    """Parameters of a link; sizes in bytes.
 
-    ``piece_bytes`` is the largest piece.  A stream takes frames until ``queue_bytes`` or ``queue_frames`` of them are not yet taken by the
-    kernel; 256 KiB keep a stream busy while its next frame is decided.
+    Attributes:
+        send_slot_bytes, recv_slot_bytes: Size of the peer's and of this side's slots.
+        segment_bytes: Largest segment of a message.
+        queue_bytes, queue_frames: Bytes and frames that a stream queues before the kernel has them.
+            256 KiB keep a stream busy while its next frame is decided.
     """
 
     nstreams: int
@@ -32,15 +36,16 @@ class LinkConfig:
 
     def __post_init__(self) -> None:
         if not 1 <= self.nstreams <= MAX_STREAMS:
-            raise ValueError(f"a link has 1 to {MAX_STREAMS} streams, got {self.nstreams}")
+            raise ValueError(f"cannot use {self.nstreams} streams: allowed are 1 to {MAX_STREAMS}")
         if self.segment_bytes < MIN_SEGMENT_BYTES:
             raise ValueError(
-                f"a piece has {MIN_SEGMENT_BYTES} bytes or more, got {self.segment_bytes}"
+                f"cannot use segments of {self.segment_bytes} bytes: allowed are "
+                f"{MIN_SEGMENT_BYTES} or more"
             )
 
 
 class LossKind(enum.Enum):
-    """Why a peer cannot be reached any more."""
+    """Reason for which a peer cannot be reached any longer."""
 
     CLOSED = "closed"
     RESET = "reset"
@@ -54,8 +59,13 @@ CLOSED_WITHOUT_CLOSE_FRAME = "it was closed without a word"
 
 @dataclass(frozen=True)
 class Loss:
-    """The end of a connection that this side did not ask for; ``detail`` is what the peer did, such as "closed its communicator", what this
-    side did for INTERNAL, and for RESET what the kernel said."""
+    """End of a connection that this side did not request.
+
+    Attributes:
+        detail: Action of the peer, such as "closed its communicator"; for INTERNAL an action of
+            this
+            side, for RESET the kernel's message.
+    """
 
     kind: LossKind
     detail: str
@@ -64,7 +74,7 @@ class Loss:
         return self.detail
 
     def error(self, *, rank: int, peer: int) -> MiracclError:
-        """The exception that an operation which needs ``peer`` ends with."""
+        """Return the exception of an operation that needs ``peer``."""
         text = {
             LossKind.RESET: f"rank {rank} has lost its connection to rank {peer}: {self.detail}",
             LossKind.INTERNAL: f"rank {rank} cannot reach rank {peer} any more: it {self.detail}",
@@ -78,13 +88,13 @@ class Loss:
 
 
 class Placement(enum.Enum):
-    """Where a message lands."""
+    """Memory in which a message lands."""
 
     INLINE = "inline"
     SLOT = "slot"
     POSTED = "posted"
     OVERSIZE = "oversize"
-    """Nowhere: the room is too small for it."""
+    """Nowhere: the posted buffer is too small for it."""
 
 
 class MessagePosted(NamedTuple):
@@ -96,20 +106,23 @@ class MessagePosted(NamedTuple):
 
 
 class ReceivePosted(NamedTuple):
-    """The executor says that a message may land in ``room`` bytes of its own."""
+    """The executor posted a receive buffer for a message."""
 
     message: int
     nbytes: int
 
 
 class MessagesConsumed(NamedTuple):
-    """The executor has consumed ``tail`` messages in all."""
+    """The executor has consumed ``tail`` messages in total."""
 
     tail: int
 
 
 class FrameReceived(NamedTuple):
-    """A valid header came on ``stream``; for ABORT its ``text``.  Payload of DATA is still in the stream."""
+    """A valid header arrived on ``stream``; an ABORT with its ``text``.
+
+    The payload of DATA is still in the stream.
+    """
 
     stream: int
     frame: Frame
@@ -117,7 +130,9 @@ class FrameReceived(NamedTuple):
 
 
 class PayloadPlaced(NamedTuple):
-    """The payload of the DATA frame on ``stream`` is where the last ``Receive`` of the stream said."""
+    """The payload of the DATA frame on ``stream`` is where the stream's last ``ReceivePayload``
+    said.
+    """
 
     stream: int
 
@@ -137,24 +152,24 @@ class StreamEnded(NamedTuple):
 
 
 class Garbage(NamedTuple):
-    """Bytes came on ``stream`` that are no frame."""
+    """Bytes arrived on ``stream`` that are not a frame."""
 
     stream: int
     detail: str
 
 
 class CloseRequested(NamedTuple):
-    """Send what is posted, then close."""
+    """Send what was posted, then close."""
 
 
 class AbortRequested(NamedTuple):
-    """Close now and tell the peer why."""
+    """Close now and send the reason to the peer."""
 
     text: str
 
 
 class InternalError(NamedTuple):
-    """This side cannot go on: the executor posted something impossible, or the proxy failed."""
+    """This side cannot continue: the executor posted something impossible, or the proxy failed."""
 
     detail: str
 
@@ -175,13 +190,17 @@ Event: TypeAlias = (
 
 
 class SendFrame(NamedTuple):
-    """Put ``frame`` at the end of its stream's queue, for DATA followed by bytes [offset, offset + length) of its message."""
+    """Queue ``frame`` on its stream; DATA is followed by bytes [offset, offset + length) of its
+    message.
+    """
 
     frame: Frame
 
 
 class ReceivePayload(NamedTuple):
-    """Put the payload of the frame that just came on ``stream`` at byte ``offset`` of the place of ``message``."""
+    """Place the payload of the frame on ``stream`` at byte ``offset`` of the memory of
+    ``message``.
+    """
 
     stream: int
     message: int
@@ -191,7 +210,7 @@ class ReceivePayload(NamedTuple):
 
 
 class AnnounceMessage(NamedTuple):
-    """Let the executor see that a message waits for its want."""
+    """Show the executor that a message waits for its CTS."""
 
     message: int
     signature: int
@@ -199,7 +218,7 @@ class AnnounceMessage(NamedTuple):
 
 
 class DeliverMessage(NamedTuple):
-    """Post the line of a message: it is in place."""
+    """Post the descriptor of a message whose payload is in place."""
 
     message: int
     signature: int
@@ -214,19 +233,19 @@ class PublishTail(NamedTuple):
 
 
 class PeerLost(NamedTuple):
-    """Report the loss of the peer; no memory is to be touched for this link any more."""
+    """Report the loss of the peer; memory of this link must not be touched afterwards."""
 
     loss: Loss
 
 
 class AbortStreams(NamedTuple):
-    """Tell ``text`` in an ABORT frame on streams that are between frames, if that works at once, and close all streams."""
+    """Send ``text`` in an ABORT frame on streams that are between frames, and close all streams."""
 
     text: str
 
 
 class LinkFinished(NamedTuple):
-    """All is sent and the peer has its end of the streams closed: close them."""
+    """Everything is sent and the peer has closed its side: close the streams."""
 
 
 Instruction: TypeAlias = (

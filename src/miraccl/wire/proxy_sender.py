@@ -1,9 +1,11 @@
-"""The half of a link that sends: messages from the executor's posts to frames in the queues of streams.
+"""Sending half of a link: from the executor's posts to frames in the queues of streams.
 
-A message is SENDING as soon as the peer can hold it: message m needs ``m - credit < nslots`` (credit: messages that the peer's executor has
-consumed, on every frame as ``ack``), and one larger than the peer's slots needs a WANT of enough room; without one, an ANNOUNCE tells the
-peer that it is needed.  Small messages go whole over stream 0, larger ones in pieces to whichever stream has room, lowest message first.
-When the kernel has taken all bytes of all messages up to m, ``Release(m + 1)`` gives the sender its memory back.
+A message is SENDING as soon as the peer can hold it: message m needs ``m - credit < nslots``
+(credit: messages that the peer's executor has consumed, carried as ``ack`` by every frame), and one
+larger than the peer's slots needs a CTS for a large enough buffer; without one, an ANNOUNCE asks
+for it. Small messages are sent whole over stream 0, larger ones in segments over whichever stream
+has capacity, lowest message first. When the kernel has all bytes of all messages up to m,
+``PublishTail(m + 1)`` returns the sender's memory.
 """
 
 from __future__ import annotations
@@ -22,13 +24,21 @@ from miraccl.wire.proxy_records import (
 from miraccl.wire.proxy_states import SendState
 from miraccl.wire.stream import MAX_MESSAGE_BYTES, MIN_SEGMENT_BYTES, Frame, FrameType
 
-# in place of a message number in a stream's queue
+# in place of a message number in the queue of a stream
 _CONTROL, _CLOSE = -1, -2
 
 
 class SendHalf:
-    """``do`` takes the instructions.  Attributes without underscore may be read: released <= next_post; ``told`` is the last ack that was
-    sent, ``closing`` counts the CLOSE frames that the kernel has not taken."""
+    """State of the sending direction.
+
+    Args:
+        do: List to which instructions are appended.
+
+    Attributes:
+        released, next_post: ``released <= next_post`` may be read by the owner.
+        last_ack: Last acknowledgement that was sent.
+        closing: Number of CLOSE frames that the kernel does not have yet.
+    """
 
     def __init__(self, config: LinkConfig, do: list[Instruction]) -> None:
         self.config = config
@@ -49,12 +59,12 @@ class SendHalf:
 
     @property
     def done(self) -> bool:
-        """Whether the kernel has taken all that was posted."""
+        """True if the kernel has everything that was posted."""
         return not self._messages
 
     @property
     def has_control_frames(self) -> bool:
-        """Whether a frame is about to go that is no message, and carries an ack, too."""
+        """True if a control frame is queued, which carries an acknowledgement as well."""
         return bool(self._control)
 
     # --- this side
@@ -71,11 +81,11 @@ class SendHalf:
     def queue_control(
         self, kind: FrameType, message: int = 0, signature: int = 0, nbytes: int = 0
     ) -> None:
-        """Send a frame that is no message, before all that are."""
+        """Queue a control frame, ahead of all messages."""
         self._control.append((kind, message, signature, nbytes))
 
     def on_written(self, event: FramesWritten) -> None:
-        """Frames of a stream that was dropped may have been on their way to the kernel: nobody waits for these."""
+        """Account for frames that the kernel has; those of a dropped stream are ignored."""
         if event.stream in self._dropped:
             return
         queue = self._queued[event.stream]
@@ -88,54 +98,58 @@ class SendHalf:
             record = self._messages[message]
             record.unwritten -= 1
             if record.state is SendState.QUEUED and not record.unwritten:
-                record.move("all frames taken")
+                record.move("all frames written")
         self._release()
 
     def close(self, ack: int) -> None:
-        """The last frame of every stream."""
+        """Queue the last frame of every stream."""
         self.closing = self.config.nstreams
         for stream in range(self.config.nstreams):
             self._send(Frame(FrameType.CLOSE, stream, self.next_post, ack=ack), _CLOSE)
 
     def drop(self, stream: int) -> None:
-        """Nothing that is queued there is waited for any more."""
+        """Discard the queue of a stream."""
         self.closing -= sum(message == _CLOSE for message, _ in self._queued[stream])
         self._dropped.add(stream)
         self._queued[stream].clear()
         self._queued_bytes[stream] = 0
 
-    # --- what the peer says
+    # --- frames of the peer
 
     def on_ack(self, ack: int) -> None:
-        """Credit only grows; the peer cannot have consumed what was neither sent nor announced."""
+        """Process an acknowledgement of the peer; credit never decreases."""
         if ack <= self.credit:
             return
         for message in range(self.credit, ack):
             record = self._messages.get(message)
             if record is None:
                 if message >= self.next_post:
-                    raise Contradiction(f"consumed {ack} messages of {self.next_post}")
+                    raise Contradiction(f"it consumed {ack} messages of {self.next_post}")
             elif record.state is SendState.WAIT_CTS:
                 record.move("consumed unseen")
             elif record.state not in (SendState.QUEUED, SendState.WRITTEN):
-                raise Contradiction(f"consumed message {message} before it was sent")
+                raise Contradiction(f"it consumed message {message} before it was sent")
         self.credit = ack
         self._release()
         self._use_credit()
 
     def on_cts(self, message: int, room: int) -> None:
-        """The peer has room for a message beside its slots."""
+        """Process a CTS: the peer has a buffer for a message that exceeds its slots."""
         if message >= self.credit + self.config.nslots:
-            raise Contradiction(f"wants message {message} after consuming {self.credit}")
+            raise Contradiction(
+                f"it clears message {message} to send after consuming {self.credit}"
+            )
         if room <= self.config.send_slot_bytes:
-            raise Contradiction(f"wants message {message} in {room} bytes, less than a slot")
+            raise Contradiction(
+                f"it clears message {message} to send with {room} bytes of room, less than a slot"
+            )
         record = self._messages.get(message)
         if record is None and message < self.next_post:
-            return  # sent already
+            return  # already sent
         if record is None or record.state is SendState.WAIT_CREDIT:
             self._grants[message] = room
         elif record.state is SendState.WAIT_CTS and record.nbytes <= room:
-            record.move("want")
+            record.move("CTS")
             self._queue_message(message)
 
     # --- from messages to frames
@@ -151,11 +165,11 @@ class SendHalf:
                 record.move("credit")
                 self._queue_message(message)
             else:
-                record.move("credit, no want")
+                record.move("credit, no CTS")
                 self.queue_control(FrameType.ANNOUNCE, message, record.signature, record.nbytes)
 
     def _queue_message(self, message: int) -> None:
-        """Lowest first; wants may come out of order, so this is an insertion into a queue of at most nslots."""
+        """Insert a message into the queue, lowest first; CTS may arrive out of order."""
         position = len(self._to_send)
         while position and self._to_send[position - 1] > message:
             position -= 1
@@ -170,7 +184,7 @@ class SendHalf:
             self._instructions.append(PublishTail(self.released))
 
     def pump(self, ack: int) -> None:
-        """Fill the streams that have room."""
+        """Queue frames on the streams that have capacity."""
         while self._control or self._to_send:
             if not (self._send_control(ack) if self._control else self._send_segment(ack)):
                 return
@@ -214,13 +228,15 @@ class SendHalf:
         record.queued += length
         record.unwritten += 1
         if record.queued == record.nbytes:
-            record.move("last piece queued")
+            record.move("last segment queued")
             self._to_send.popleft()
         self._send(frame, message)
         return True
 
     def _segment_bytes(self, nbytes: int) -> int:
-        """An equal share per stream, between the smallest and the largest piece, in whole pages."""
+        """Return an equal share per stream, between the smallest and largest segment, in whole
+        pages.
+        """
         share = -(-nbytes // self.config.nstreams)
         return min(self.config.segment_bytes, max(MIN_SEGMENT_BYTES, -(-share // 4096) * 4096))
 

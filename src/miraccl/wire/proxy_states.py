@@ -1,7 +1,6 @@
-"""States of a link and of its messages, and the tables of their transitions: (state, trigger) -> state.
+"""States of a link and of its messages, and their transition tables: (state, trigger) -> state.
 
-What is not in a table does not happen: the machine looks every transition up and fails as an internal error otherwise.
-``docs/design/transports.md`` has them as pictures.
+A transition that is not in a table is an internal error. ``docs/design/transports.md`` draws them.
 """
 
 from __future__ import annotations
@@ -10,17 +9,17 @@ import enum
 
 
 class SendState(enum.Enum):
-    """Of one outgoing message."""
+    """State of an outgoing message."""
 
     WAIT_CREDIT = "wait credit"
-    WAIT_CTS = "wait want"
+    WAIT_CTS = "wait CTS"
     SENDING = "sending"
-    QUEUED = "handed"
-    WRITTEN = "taken"
+    QUEUED = "queued"
+    WRITTEN = "written"
 
 
 class RecvState(enum.Enum):
-    """Of one incoming message."""
+    """State of an incoming message."""
 
     ANNOUNCED = "announced"
     LANDING = "landing"
@@ -29,6 +28,8 @@ class RecvState(enum.Enum):
 
 
 class LinkState(enum.Enum):
+    """State of a link."""
+
     OPEN = "open"
     DRAINING = "draining"
     CLOSING = "closing"
@@ -38,27 +39,27 @@ class LinkState(enum.Enum):
 
 SEND_TABLE: dict[tuple[SendState, str], SendState] = {
     (SendState.WAIT_CREDIT, "credit"): SendState.SENDING,
-    (SendState.WAIT_CREDIT, "credit, no want"): SendState.WAIT_CTS,
-    (SendState.WAIT_CTS, "want"): SendState.SENDING,
+    (SendState.WAIT_CREDIT, "credit, no CTS"): SendState.WAIT_CTS,
+    (SendState.WAIT_CTS, "CTS"): SendState.SENDING,
     (SendState.WAIT_CTS, "consumed unseen"): SendState.WRITTEN,
-    (SendState.SENDING, "last piece queued"): SendState.QUEUED,
-    (SendState.QUEUED, "all frames taken"): SendState.WRITTEN,
+    (SendState.SENDING, "last segment queued"): SendState.QUEUED,
+    (SendState.QUEUED, "all frames written"): SendState.WRITTEN,
 }
 RECV_TABLE: dict[tuple[RecvState | None, str], RecvState] = {
     (None, "announce"): RecvState.ANNOUNCED,
-    (None, "announce, want too small"): RecvState.COMPLETE,
-    (None, "piece"): RecvState.LANDING,
-    (RecvState.ANNOUNCED, "piece"): RecvState.LANDING,
-    (RecvState.ANNOUNCED, "want too small"): RecvState.COMPLETE,
-    (RecvState.LANDING, "piece"): RecvState.LANDING,
+    (None, "announce, buffer too small"): RecvState.COMPLETE,
+    (None, "segment"): RecvState.LANDING,
+    (RecvState.ANNOUNCED, "segment"): RecvState.LANDING,
+    (RecvState.ANNOUNCED, "buffer too small"): RecvState.COMPLETE,
+    (RecvState.LANDING, "segment"): RecvState.LANDING,
     (RecvState.LANDING, "all placed"): RecvState.COMPLETE,
     (RecvState.COMPLETE, "all before delivered"): RecvState.DELIVERED,
 }
 LINK_TABLE: dict[tuple[LinkState, str], LinkState] = {
-    (LinkState.OPEN, "close asked"): LinkState.DRAINING,
-    (LinkState.DRAINING, "all taken"): LinkState.CLOSING,
+    (LinkState.OPEN, "close requested"): LinkState.DRAINING,
+    (LinkState.DRAINING, "all written"): LinkState.CLOSING,
     (LinkState.DRAINING, "peer closed"): LinkState.FINISHED,
-    (LinkState.CLOSING, "close taken, peer closed"): LinkState.FINISHED,
+    (LinkState.CLOSING, "close written, peer closed"): LinkState.FINISHED,
     **{
         (state, "lost"): LinkState.LOST
         for state in (LinkState.OPEN, LinkState.DRAINING, LinkState.CLOSING)

@@ -1,15 +1,20 @@
-"""Bytes of a stream between two proxies: the frame header and the handshake that comes before the first frame.
+"""Bytes of a TCP stream between two proxies: the frame header and the handshake before the first
+one.
 
-Rules kept here:
-- A frame is 48 bytes of header and at most ``MAX_SEGMENT_BYTES`` of payload.  ``decode_frame`` refuses everything that this module
-  would not have encoded; what a frame *means* at this point of a connection is judged by ``wire.proxy``.
-- Before the first frame both sides prove that they know the job's secret: nonces of both sides, HMAC-SHA-256 over the whole
-  transcript, labels for the two roles so that a message cannot be reflected, constant-time comparison.  Messages of the handshake
-  have fixed sizes, so nobody ever reads more than the next message: a stranger costs at most ``HANDSHAKE_BYTES`` and a deadline.
-- Data carry no per-byte MAC: the handshake keeps strangers and mix-ups out, not somebody who can rewrite TCP segments.
+- A frame is 48 bytes of header and at most ``MAX_SEGMENT_BYTES`` of payload. ``decode_frame``
+  rejects everything that this module would not have encoded; the meaning of a frame in the state of
+  a connection is checked by ``wire.proxy``.
+- Before the first frame both sides prove that they know the job's secret: nonces of both sides,
+  HMAC-SHA-256 over the whole transcript, labels for the two roles so that a message cannot be
+  reflected, constant-time comparison. Messages of the handshake have fixed sizes and a side reads
+  no further than the next one: an unauthenticated peer costs at most ``HANDSHAKE_BYTES`` and a
+  deadline.
+- Data carry no MAC per byte: the handshake keeps out unauthenticated peers and mix-ups, not an
+  attacker who can rewrite TCP segments.
 
-The shape of the machines (bytes in, bytes out, a deadline, no clock) follows h11 and aioquic; the handshake is the textbook
-challenge-response with mutual authentication (ISO/IEC 9798-4, three passes, and one more that confirms).
+The form of the machines (bytes in, bytes out, a deadline, no clock) follows h11 and aioquic; the
+handshake is the textbook challenge-response with mutual authentication (ISO/IEC 9798-4, three
+passes, and a fourth that confirms).
 """
 
 from __future__ import annotations
@@ -29,7 +34,8 @@ _HEADER = struct.Struct("<HBBIQqQQQ")
 HEADER_BYTES = _HEADER.size
 MAX_SEGMENT_BYTES = 1 << 26
 MIN_SEGMENT_BYTES = 1 << 16
-"""A message is cut into pieces no smaller than this (the last may be); NCCL's ``MIN_CHUNKSIZE`` in ``net_socket.cc`` is the same."""
+"""Smallest segment of a message, except the last; NCCL's ``MIN_CHUNKSIZE`` in ``net_socket.cc`` is
+equal."""
 MAX_MESSAGE_BYTES = 1 << 46
 MAX_MESSAGE_NUMBER = 1 << 62
 MAX_STREAMS = 64
@@ -37,27 +43,31 @@ MAX_TEXT_BYTES = 240
 
 
 class FrameType(enum.IntEnum):
-    """What a frame says.  Numbers are wire format and are never reused."""
+    """Kind of a frame. The numbers are wire format and are never reused."""
 
     DATA = 1
-    """``length`` bytes of message ``message`` from byte ``offset`` on follow."""
+    """``length`` bytes of message ``message`` follow, starting at byte ``offset``."""
     ANNOUNCE = 2
-    """Message ``message`` of ``nbytes`` is larger than a slot and waits for a WANT."""
+    """Message ``message`` of ``nbytes`` is larger than a slot and waits for a CTS."""
     CTS = 3
-    """The receiver has ``nbytes`` of room for message ``message``."""
+    """Clear to send: the receiver has a buffer of ``nbytes`` for message ``message``."""
     CREDIT = 4
-    """Nothing but ``ack``."""
+    """Carries only ``ack``."""
     CLOSE = 5
-    """Last frame of this stream; ``message`` messages were sent in all."""
+    """Last frame of this stream; ``message`` messages were sent in total."""
     ABORT = 6
-    """The sender gives up; ``length`` bytes of UTF-8 say why."""
+    """The sender gives up; ``length`` bytes of UTF-8 are the reason."""
 
 
 class Frame(NamedTuple):
-    """One header.  A tuple and not a dataclass because several are made per message.
+    """Frame header. A tuple, not a dataclass, because several are made per message.
 
-    ``message`` counts from 0 per direction, ``signature`` is the operation's, ``nbytes`` the size of the whole message, ``offset``
-    and ``length`` the piece in bytes, ``ack`` how many of the other direction's messages this side's executor has consumed.
+    Attributes:
+        message: Number of the message, from 0 per direction.
+        signature: Signature of the operation.
+        nbytes: Size of the whole message.
+        offset, length: Segment of the message in this frame, in bytes.
+        ack: Messages of the other direction that this side's executor has consumed.
     """
 
     type: FrameType
@@ -74,13 +84,16 @@ _TYPES = {int(t): t for t in FrameType}
 
 
 def encode_frame(frame: Frame) -> bytes:
-    """The 48 bytes of a header."""
+    """Return the 48 bytes of a header."""
     kind, stream, message, signature, nbytes, offset, length, ack = frame
     return _HEADER.pack(MAGIC, kind, stream, length, message, signature, nbytes, offset, ack)
 
 
 def decode_frame(data: bytes | bytearray | memoryview, offset_bytes: int = 0) -> Frame:
-    """The header at ``at``; ``ProtocolError`` names the field that no peer of ours would send."""
+    """Return the header at an offset of ``data``.
+
+    Raises ``ProtocolError`` naming the field that no encoder of this module produces.
+    """
     magic, kind, stream, length, message, signature, nbytes, offset, ack = _HEADER.unpack_from(
         data, offset_bytes
     )
@@ -90,14 +103,14 @@ def decode_frame(data: bytes | bytearray | memoryview, offset_bytes: int = 0) ->
     if known is None:
         raise ProtocolError(f"frame type {kind} is unknown")
     frame = Frame(known, stream, message, signature, nbytes, offset, length, ack)
-    complaint = _header_error(frame)
-    if complaint:
-        raise ProtocolError(f"{known.name} frame: {complaint}")
+    problem = _header_error(frame)
+    if problem:
+        raise ProtocolError(f"{known.name} frame: {problem}")
     return frame
 
 
 def _header_error(frame: Frame) -> str:
-    """What is wrong with a header in itself, or nothing."""
+    """Return the first error in the fields of a header, "" if there is none."""
     if frame.message > MAX_MESSAGE_NUMBER or frame.ack > MAX_MESSAGE_NUMBER:
         return "message number out of range"
     if frame.nbytes > MAX_MESSAGE_BYTES:
@@ -130,18 +143,18 @@ _USED: dict[FrameType, tuple[str, ...]] = {
 
 def _segment_error(frame: Frame) -> str:
     if frame.length > MAX_SEGMENT_BYTES:
-        return f"piece of {frame.length} bytes"
+        return f"segment of {frame.length} bytes"
     end = frame.offset + frame.length
     if end > frame.nbytes:
-        return f"piece [{frame.offset}, {end}) of a message of {frame.nbytes} bytes"
+        return f"segment [{frame.offset}, {end}) of a message of {frame.nbytes} bytes"
     if frame.length < MIN_SEGMENT_BYTES and end != frame.nbytes:
-        return f"piece of {frame.length} bytes is not the last"
+        return f"segment of {frame.length} bytes is not the last"
     if frame.length == 0 and frame.nbytes:
-        return "empty piece"
+        return "empty segment"
     return ""
 
 
-# --- handshake ---------------------------------------------------------------------------------------------------------------
+# --- handshake
 
 NONCE_BYTES = 32
 MAC_BYTES = 32
@@ -151,11 +164,14 @@ _CHALLENGE = struct.Struct(f"<8s{NONCE_BYTES}s")
 HELLO_BYTES = _HELLO.size
 CHALLENGE_BYTES = _CHALLENGE.size + MAC_BYTES
 HANDSHAKE_BYTES = HELLO_BYTES + MAC_BYTES
-"""Most bytes that an acceptor ever reads from somebody it does not know yet."""
+"""Upper bound of the bytes that an acceptor reads from an unauthenticated peer."""
 
 
 def derive_key(secret: bytes, job: bytes) -> bytes:
-    """Key of all streams of one communicator: ``job`` keeps two communicators with one secret apart."""
+    """Return the key of all streams of one communicator.
+
+    ``job`` separates communicators with one secret.
+    """
     return hmac.digest(
         secret, b"miraccl tcp stream key 1\0" + hashlib.sha256(job).digest(), "sha256"
     )
@@ -163,7 +179,7 @@ def derive_key(secret: bytes, job: bytes) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamIdentity:
-    """Which stream of which pair of ranks this is.  The initiator connects, the acceptor listens."""
+    """Stream number and pair of ranks of a stream. The initiator connects, the acceptor listens."""
 
     initiator: int
     acceptor: int
@@ -206,15 +222,19 @@ HANDSHAKE_TABLE: dict[tuple[HandshakeState, str], HandshakeState] = {
 
 
 class Handshake:
-    """One side of one stream's handshake.  Read exactly ``needs`` bytes, give them to ``receive``, send what it returns.
+    """One side of one stream's handshake.
 
-    ``deadline`` is in the caller's clock; ``expire(now)`` ends a handshake that took too long.  All refusals raise
-    ``AuthenticationError`` or ``ProtocolError`` and leave the machine FAILED; ``identity`` is complete once the state is DONE.
+    Read exactly ``needs`` bytes, pass them to ``receive``, send its result. All rejections raise
+    ``AuthenticationError`` or ``ProtocolError`` and leave the machine FAILED.
+
+    Attributes:
+        deadline: End of the handshake on the caller's clock; see ``expire``.
+        identity: Complete once the state is DONE.
     """
 
     def __init__(self, *, key: bytes, nonce: bytes, deadline: float, state: HandshakeState) -> None:
         if len(nonce) != NONCE_BYTES:
-            raise ValueError(f"a nonce has {NONCE_BYTES} bytes")
+            raise ValueError(f"cannot use a nonce of {len(nonce)} bytes: allowed are {NONCE_BYTES}")
         self.state = state
         self.deadline = deadline
         self.identity: StreamIdentity | None = None
@@ -228,7 +248,7 @@ class Handshake:
 
     @property
     def needs(self) -> int:
-        """Size in bytes of the next message, 0 when there is none."""
+        """Size in bytes of the next message, 0 if there is none."""
         return {
             HandshakeState.WAIT_HELLO: HELLO_BYTES,
             HandshakeState.WAIT_CHALLENGE: CHALLENGE_BYTES,
@@ -237,9 +257,9 @@ class Handshake:
         }.get(self.state, 0)
 
     def receive(self, data: bytes) -> bytes:
-        """The next message came; returns the answer to send, possibly nothing."""
+        """Process the next message and return the bytes to send, possibly none."""
         if not self.needs or len(data) != self.needs:
-            raise ValueError(f"{len(data)} bytes given, {self.needs} were asked for")
+            raise ValueError(f"cannot process {len(data)} bytes: the next message has {self.needs}")
         try:
             return self._receive(data)
         except (AuthenticationError, ProtocolError):
@@ -247,7 +267,7 @@ class Handshake:
             raise
 
     def expire(self, now: float) -> bool:
-        """True when the deadline has passed; the machine is FAILED then."""
+        """End the handshake if its deadline has passed; return True if the machine is FAILED."""
         if self.needs and now >= self.deadline:
             self._move("bad")
         return self.state is HandshakeState.FAILED
@@ -267,7 +287,7 @@ class Handshake:
 
 
 class InitiatorHandshake(Handshake):
-    """The side that connects; ``hello`` is to be sent first."""
+    """Side that connects; it sends ``hello`` first."""
 
     def __init__(
         self, *, key: bytes, nonce: bytes, deadline: float, identity: StreamIdentity
@@ -303,7 +323,7 @@ class InitiatorHandshake(Handshake):
 
 
 class AcceptorHandshake(Handshake):
-    """The side that listens: ``rank`` is its own rank."""
+    """Side that listens, on ``rank``."""
 
     def __init__(self, *, key: bytes, nonce: bytes, deadline: float, rank: int) -> None:
         super().__init__(key=key, nonce=nonce, deadline=deadline, state=HandshakeState.WAIT_HELLO)
@@ -322,9 +342,11 @@ class AcceptorHandshake(Handshake):
             return self._mac(b"welcome")
         greeting, initiator, acceptor, stream, nstreams, _nonce = _HELLO.unpack(data)
         if greeting != _GREETING:
-            raise AuthenticationError("a stranger does not speak this protocol")
+            raise AuthenticationError("an unauthenticated peer does not speak this protocol")
         if acceptor != self._rank:
-            raise AuthenticationError(f"a stranger looks for rank {acceptor} at rank {self._rank}")
+            raise AuthenticationError(
+                f"an unauthenticated peer asked rank {self._rank} for rank {acceptor}"
+            )
         self._claim = StreamIdentity(
             initiator=initiator, acceptor=acceptor, stream=stream, nstreams=nstreams
         )
