@@ -56,9 +56,8 @@ KEEPALIVE_S = (10, 5, 3)
 def set_tcp_options(sock: socket.socket, buffer_bytes: int) -> None:
     """Options that must be set before the connection exists (the window scale is negotiated then), and those that need not."""
     if buffer_bytes:
-        buffer_bytes = min(
-            buffer_bytes, (1 << 31) - 1
-        )  # a C int; the kernel has a lower limit of its own
+        # a C int; the kernel has a lower limit of its own
+        buffer_bytes = min(buffer_bytes, (1 << 31) - 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -340,9 +339,8 @@ class ConnectRound:
             if stream.connecting:
                 finish_connect(stream.sock)
                 stream.connecting = False
-                stream.machine.deadline = (
-                    self._deadline.at
-                )  # it answers once it calls connect, which may be late
+                # it answers once it calls connect, which may be late
+                stream.machine.deadline = self._deadline.at
             elif not stream.outgoing:
                 self._read(stream)
             self._flush(stream)

@@ -31,9 +31,8 @@ MIN_CONNECT_TIMEOUT_S = 0.01
 """For a call at a door at the deadline: 0 would make the socket one that does not wait at all."""
 IDENTIFY_TIMEOUT_S = 1.0
 """How long somebody who has called may take to say who it is."""
-_HEAD = struct.Struct(
-    f"<{TOKEN_BYTES}sII"
-)  # the door's token, the caller's rank, how many descriptors
+# the door's token, the caller's rank, how many descriptors
+_HEAD = struct.Struct(f"<{TOKEN_BYTES}sII")
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): pid, uid, gid
 MAX_DESCRIPTORS = 8
 ACCEPT_RETRY_S = 0.01

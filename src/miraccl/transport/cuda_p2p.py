@@ -256,9 +256,8 @@ class _MappingAttempt:
             self.host = None
 
     def close(self) -> None:
-        with contextlib.suppress(
-            MiracclError
-        ):  # a context that a failed kernel broke frees its memory by itself
+        # a context that a failed kernel broke frees its memory by itself
+        with contextlib.suppress(MiracclError):
             self.unmap_peers()
             self.free()
 

@@ -31,11 +31,12 @@ DIRECT = (PROCESS, VMM, IPC)
 Pair = tuple[int, int]
 Access = int | None
 """What the driver tells a rank of another's GPU: ``NO_ACCESS``, ``ACCESS``, ``LINKED``, or None where it does not see that GPU."""
+# linked: with atomics over the link, which NVLink has and PCIe has not
 NO_ACCESS, ACCESS, LINKED = (
     0,
     1,
     2,
-)  # linked: with atomics over the link, which NVLink has and PCIe has not
+)
 FailedMappings = Mapping[tuple[Pair, str], str]
 """(pair, way) -> why it did not work."""
 
@@ -132,9 +133,8 @@ class P2pChoice:
 
 def read_paths(bus_ids: Sequence[str]) -> GpuPaths:
     """The paths between these GPUs, from the topology file that is named or from this machine. Never raises: ``note`` has the reason."""
-    options = TopoOptions(
-        paths=PathOptions(p2p_level=PathType.SYS, net_intra=False, pxn=False)
-    )  # paths as they are, before rules
+    # paths as they are, before rules
+    options = TopoOptions(paths=PathOptions(p2p_level=PathType.SYS, net_intra=False, pxn=False))
     types: dict[tuple[str, str], PathType] = {}
     level = PathType.PXB
     try:
