@@ -1,4 +1,4 @@
-"""The driver of one link without its thread: what it sees in memory, and when."""
+"""The driver of TCP streams without a proxy: conformance, and the order in which it reads memory."""
 
 from __future__ import annotations
 
@@ -6,20 +6,45 @@ import socket
 
 import pytest
 
-from miraccl.proxy import driver
-from miraccl.proxy.driver import Driver
+from miraccl.proxy import stream_driver
+from miraccl.proxy.stream_driver import StreamDriver
 from miraccl.transport.base import Fifo, FifoPair, NetConnection
 from miraccl.transport.ends import RecvEnd, SendEnd
 from miraccl.transport.fifo import NSLOTS, FifoMemory, Mode, PlainAtomics, PrivateMemory
 from miraccl.transport.registry import TCP
 from miraccl.wire.proxy_records import Loss, LossKind
 from miraccl.wire.stream import Frame, FrameType, encode_frame
+from tests.proxy.driver_conformance import DriverConformance, Side, fifo_pair
 
 SLOT = 4096
 
 
+class TestStreamDriver(DriverConformance):
+    def build(self):
+        sockets: list[list[socket.socket]] = [[], []]
+        for _ in range(2):
+            for end, sock in enumerate(socket.socketpair()):
+                sockets[end].append(sock)
+        return tuple(self.side(rank, sockets[rank]) for rank in range(2))
+
+    def side(self, rank, streams):
+        losses: list[tuple[int, Loss]] = []
+        pair = fifo_pair()
+        driver = StreamDriver(
+            NetConnection(
+                peer=1 - rank, streams=streams, pair=pair, peer_slot_bytes=pair.recv.slot_bytes
+            ),
+            atomics=PlainAtomics(),
+            on_lost=lambda peer, loss: losses.append((peer, loss)),
+            segment_bytes=1 << 20,
+        )
+        return Side(pair, driver, losses)
+
+
 class StaleOnce(PlainAtomics):
-    """The load of one word may return an old value, as on a processor whose other core has just stored a new one."""
+    """Atomics whose load of one word may return an old value, as on a processor whose other core
+    has just stored a new one.
+    """
 
     def __init__(self):
         self.stale: dict[int, int] = {}
@@ -38,7 +63,7 @@ class Desk:
         )
         here, self.there = socket.socketpair()
         self.losses: list[tuple[int, Loss]] = []
-        self.driver = Driver(
+        self.driver = StreamDriver(
             NetConnection(peer=3, streams=[here], pair=pair, peer_slot_bytes=SLOT),
             atomics=self.atomics,
             on_lost=lambda peer, loss: self.losses.append((peer, loss)),
@@ -48,7 +73,7 @@ class Desk:
 
     def advance(self):
         self.driver.streams[0].on_edge(1)
-        while self.driver.advance():
+        while self.driver.poll():
             pass
 
 
@@ -65,7 +90,8 @@ def frames(*numbers):
 
 
 def test_want_beyond_the_tail_that_was_seen_is_found_at_the_next_look(desk):
-    """The executor consumes all messages and wants the next one; the driver looks at the tail just before and at the want just after."""
+    """The executor consumes all messages and posts a CTS between the driver's read of the tail and of
+    the CTS."""
     desk.there.sendall(frames(*range(NSLOTS)))
     desk.advance()
     for _ in range(NSLOTS):
@@ -92,7 +118,7 @@ def test_scan_reports_news_once(desk):
 def test_advance_says_whether_more_can_be_done_at_once(desk):
     desk.there.sendall(frames(0) + b"\0" * 7)
     desk.driver.streams[0].on_edge(1)
-    assert not desk.driver.advance()  # a short read: the stream is empty
+    assert not desk.driver.poll()  # a short read: the stream is empty
     assert desk.driver.dirty
     memory = PrivateMemory(1 << 24)
     desk.send.post_address(memory.address, 1 << 24)
@@ -100,7 +126,7 @@ def test_advance_says_whether_more_can_be_done_at_once(desk):
         encode_frame(Frame(FrameType.CTS, 0, 0, 0, 1 << 24))[7:]
     )  # the header begins with the 7 bytes above
     desk.driver.streams[0].on_edge(1)
-    desk.driver.advance()
+    desk.driver.poll()
     assert desk.losses[0][1].kind is LossKind.PROTOCOL  # and with them it is no frame
 
 
@@ -108,7 +134,7 @@ def test_what_a_peer_sent_before_it_closed_counts_though_it_takes_nothing_any_mo
     desk, monkeypatch
 ):
     """It waited in vain for this process, which was stopped: there is more to read than in one round, and something to be sent."""
-    monkeypatch.setattr(driver, "CALLS_PER_ROUND", 1)
+    monkeypatch.setattr(stream_driver, "CALLS_PER_ROUND", 1)
     payload = bytes(range(256)) * (SLOT // 256)
     for number in range(NSLOTS):
         desk.there.sendall(
@@ -128,7 +154,7 @@ def test_stream_that_takes_nothing_any_more_says_why(desk):
     desk.there.close()
     desk.driver.streams[0].readable = False
     desk.send.post(b"an answer")
-    desk.driver.advance()
+    desk.driver.poll()
     assert desk.losses == [(3, Loss(LossKind.RESET, "Broken pipe"))]
 
 
@@ -161,4 +187,4 @@ def test_closed_driver_touches_nothing(desk):
     desk.driver.close()
     desk.driver.close()
     desk.there.close()
-    assert not desk.driver.advance()
+    assert not desk.driver.poll()

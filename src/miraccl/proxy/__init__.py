@@ -1,4 +1,7 @@
-"""The host thread that advances network connections; see ``proxy.thread``."""
+"""Proxies: host threads that advance network connections, and staging threads for GPU data.
+
+``engine`` is the compiled proxy for TCP, ``thread`` the one in Python for any ``driver.Driver``.
+"""
 
 from miraccl.proxy.thread import Proxy
 

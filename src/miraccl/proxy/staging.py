@@ -1,17 +1,20 @@
-"""The threads that carry pieces of GPU data between a stream and the network.
+"""Threads that move segments of GPU data between a CUDA stream and the network.
 
-A stream copies a piece to pinned memory and writes the number of its job into the slot's word ``ready``.  A lane sees it, runs the
-piece, and stores 1 to ``done``, for which the stream waits.  The stream itself clears ``done`` before it writes ``ready``: nothing here
-counts launches, so what a CUDA graph has captured may be replayed any number of times.
+A stream copies a segment to pinned memory and writes the number of its job to the slot's word
+``ready``. A staging thread sees it, runs the segment, and stores 1 to ``done``, for which the
+stream waits. The stream itself clears ``done`` before it writes ``ready``: nothing here counts
+launches, so a captured CUDA graph may be replayed any number of times.
 
-There may be several lanes, each a thread with slots of its own: lane l has the slots l, l + lanes, ...  Pieces of a job come in order,
-and jobs one after another, each beginning with a lane's first slot: for a lane there is always exactly one word to look at.  A job of
-``stride`` 1 takes lane 0 only; one whose stride is the number of lanes deals its pieces out to all of them.  After a fault nothing is run
-any more, but every piece is still answered, so that no stream waits for ever.
+There may be several threads, each with slots of its own: thread t has slots t, t + threads, ... The
+segments of a job arrive in order, and so do jobs, each starting at a thread's first slot: a thread
+always has exactly one word to poll. A job of ``stride`` 1 uses thread 0 only; one whose stride is
+the number of threads distributes its segments over all of them. After a fault nothing is run any
+longer, but every segment is still completed, so that no stream waits forever.
 
-The loop is compiled and runs without the interpreter's lock (``kernels.lane``); pieces whose ``calls`` say how are run there too, the
-others by ``Job.run`` in Python.  It looks without pause for ``SPIN_NS`` after something happened, then ever more rarely; with nothing
-announced and nothing captured it sleeps until ``announce``.
+The loop is compiled and runs without the GIL (``kernels.staging``); segments with a compiled call
+in ``calls`` are run there as well, the others by ``StagingJob.run`` in Python. It polls without
+pause for ``SPIN_NS`` after the last segment, then ever less often; with nothing announced and
+nothing captured it sleeps until ``announce``.
 """
 
 from __future__ import annotations
@@ -35,10 +38,12 @@ CLOSE_WAIT_S, EXIT_WAIT_S = 10.0, 0.2
 
 
 class StagingJob(Protocol):
-    """What is run when a stream says that a piece is there. ``captured``: a graph may bring it at any time.
+    """Work to run when a stream has a segment ready.
 
-    ``calls`` is the address of ``nsegments`` records of ``layout.CALL_*`` that live as long as the job, 0 if Python runs all pieces;
-    ``explain`` raises what a call's code means.
+    Attributes:
+        captured: True if a CUDA graph may bring its segments at any time.
+        calls: Address of ``nsegments`` records ``staging_layout.CALL_*`` that live as long as the
+            job; 0 if Python runs all segments.
     """
 
     nsegments: int
@@ -51,15 +56,19 @@ class StagingJob(Protocol):
 
 
 def slot_of(segment: int, stride: int, nslots: int, nthreads: int) -> int:
-    """The slot of a piece: pieces of one lane go around its slots."""
+    """Return the slot of a segment: the segments of one thread cycle through its slots."""
     return segment % nslots if stride == nthreads else segment * nthreads % nslots
 
 
 class StagingThread:
-    """Answers the slots of one lane, whose words lie at ``flags`` (``nslots`` times ``SLOT_STRIDE`` bytes of zeros, for all lanes).
+    """One staging thread. ``start`` starts it; without it ``step`` may be called instead.
 
-    ``on_fault(error)`` is called once, in the thread, with what the first piece that failed raised; from then on nothing is run.
-    ``start`` begins the thread; without it ``step`` may be called instead.
+    Args:
+        flags: Address of the words of all slots, ``nslots`` times ``SLOT_STRIDE`` bytes of zeros,
+            shared by all threads.
+        on_fault: Called once, on the thread, with the error of the first segment that failed;
+            nothing is run afterwards.
+        index, nthreads: Number of this thread, and of all threads.
     """
 
     def __init__(
@@ -83,10 +92,8 @@ class StagingThread:
         self._words = np.zeros(staging_layout.THREAD_BYTES // 8, np.int64)
         self.address = int(self._words.ctypes.data)
         self._jobs: list[StagingJob | None] = []
-        self._free: list[int] = []  # numbers of jobs that were forgotten
-        self._tables: list[
-            np.ndarray
-        ] = []  # all that there were: the thread may still look into an older one
+        self._free: list[int] = []  # numbers of unregistered jobs
+        self._tables: list[np.ndarray] = []  # The thread may still read an older table.
         self._enlarge(FIRST_JOBS)
         for offset, value in (
             (staging_layout.FLAGS, flags),
@@ -117,8 +124,11 @@ class StagingThread:
         self._set(staging_layout.JOBS, int(table.ctypes.data))
 
     def register(self, job: StagingJob) -> int:
-        """The number that a stream writes to ``ready`` for pieces of ``job``; it is registered with all lanes, in the same order.
-        A number that was forgotten is given again."""
+        """Return the number that a stream writes to ``ready`` for segments of ``job``.
+
+        A job is registered with all threads, in the same order. Numbers of unregistered jobs are
+        reused.
+        """
         job_id = self._free.pop() if self._free else len(self._jobs) + 1
         if job_id == len(self._tables[-1]):
             self._enlarge(2 * job_id)
@@ -136,28 +146,31 @@ class StagingThread:
         return job_id
 
     def participates(self, job: StagingJob) -> bool:
-        """Whether pieces of a job come to this lane."""
+        """Return True if this thread runs segments of a job."""
         return self.index < min(job.stride, job.nsegments)
 
     def unregister(self, job_id: int) -> None:
-        """A job that has ended and that no stream brings any more."""
+        """Remove a job that has ended and that no stream will bring again."""
         self._jobs[job_id - 1] = None
         self._free.append(job_id)
 
     def announce(self) -> int:
-        """A job is about to be enqueued that is not captured, and that comes to this lane; which one it is for ``has_ended``."""
+        """Announce a job of this thread that is about to be enqueued and is not captured.
+
+        Returns its number for ``has_finished``.
+        """
         count = self._get(staging_layout.ANNOUNCED) + 1
         self._set(staging_layout.ANNOUNCED, count)
         self._ring_doorbell()
         return count
 
     def has_finished(self, count: int) -> bool:
-        """Whether the lane has answered all pieces of what was announced so."""
+        """Return True if all segments of announced job ``count`` are complete."""
         return self._get(staging_layout.FINISHED) >= count
 
     @property
     def _ready(self) -> int:
-        """The number of the job whose piece is there, 0: none is."""
+        """Number of the job whose segment is ready, 0 for none."""
         return ctypes.c_uint32.from_address(
             self._get(staging_layout.FLAGS)
             + self._get(staging_layout.SLOT) * staging_layout.SLOT_STRIDE
@@ -166,12 +179,12 @@ class StagingThread:
 
     @property
     def between_jobs(self) -> bool:
-        """Whether no piece is there, and all of the last job have been answered."""
+        """True if no segment is ready and all of the last job are complete."""
         return self._ready == 0 and self._get(staging_layout.SEGMENT) == self.index
 
     @property
     def idle(self) -> bool:
-        """Whether all that was announced has been answered, and nothing may come without."""
+        """True if everything announced is complete and nothing may come unannounced."""
         return (
             self._get(staging_layout.CAPTURED) == 0
             and self._get(staging_layout.ANNOUNCED) == self._get(staging_layout.FINISHED)
@@ -179,13 +192,13 @@ class StagingThread:
         )
 
     def current(self) -> tuple[StagingJob, int] | None:
-        """The job whose piece is there, and the number of the piece, as they are now."""
+        """Return (job, segment) that is ready now, None if none is."""
         job_id, segment = self._ready, self._get(staging_layout.SEGMENT)
         job = self._jobs[job_id - 1] if 0 < job_id <= len(self._jobs) else None
         return (job, segment) if job is not None and segment < job.nsegments else None
 
     def drain(self) -> None:
-        """Run nothing any more, but answer. Any thread may call it."""
+        """Complete segments without running them from now on; callable from any thread."""
         self._set(staging_layout.DRAIN, 1)
         self._ring_doorbell()
 
@@ -194,9 +207,8 @@ class StagingThread:
     def start(self, name: str) -> None:
         self._thread = clock.thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
-        atexit.register(
-            self._end, EXIT_WAIT_S
-        )  # a process that ends without ``close`` unmaps what the loop looks at
+        # A process that exits without ``close`` unmaps the memory that the loop polls.
+        atexit.register(self._end, EXIT_WAIT_S)
 
     def _end(self, wait: float) -> bool:
         self._set(staging_layout.STOP, 1)
@@ -207,12 +219,14 @@ class StagingThread:
         return not self._thread.is_alive()
 
     def close(self) -> bool:
-        """End the thread, when no stream waits any more; says whether it has ended. May be called twice."""
+        """End the thread, after the last stream that waits for it; return True if it has ended.
+        Idempotent.
+        """
         atexit.unregister(self._end)
         return self._end(CLOSE_WAIT_S)
 
     def step(self) -> bool:
-        """Answer one piece if it is there; says whether it was."""
+        """Complete one segment if one is ready; return True if there was."""
         outcome = self._serve(self.address, 0)
         if outcome in (staging_layout.NEEDS_PYTHON, staging_layout.FAILED):
             self._run_in_python()
@@ -224,13 +238,13 @@ class StagingThread:
             self._run_in_python()
 
     def _run_in_python(self) -> None:
-        """Python's part of a piece; the next ``serve`` answers it."""
+        """Run Python's part of a segment; the next ``serve`` completes it."""
         job, segment, code = (
             self._jobs[self._get(staging_layout.PYTHON_JOB) - 1],
             self._get(staging_layout.SEGMENT),
             self._get(staging_layout.CODE),
         )
-        assert job is not None, "only jobs that have ended are forgotten"
+        assert job is not None, "the job was unregistered while a stream used it"
         try:
             if code:
                 job.explain(segment, code)
@@ -238,9 +252,9 @@ class StagingThread:
                 job.run(segment, self._get(staging_layout.SLOT))
         except Exception as error:
             self._set(staging_layout.DRAIN, 1)
-            log.info("piece %d of %d was not run: %s", segment + 1, job.nsegments, error)
+            log.info("segment %d of %d was not run: %s", segment + 1, job.nsegments, error)
             self._on_fault(error)
 
     def pause(self, idle: float) -> float:
-        """How long the loop waits before its next look, ``idle`` seconds after something happened; 0 is not at all."""
+        """Return the seconds that the loop sleeps when idle for ``idle`` seconds; 0 is no sleep."""
         return float(self._pause(self.address, round(idle * 1e9))) / 1e9

@@ -1,8 +1,9 @@
-"""One non-blocking TCP socket of a link: a queue of frames to send, and a reader that cuts frames and places payload.
+"""Non-blocking TCP socket of a link: a queue of outgoing frames, and a reader that splits frames.
 
-Payload goes between kernel and its final place directly: headers and small payloads pass through a staging buffer, so that many small
-frames cost one system call, and the rest of a large payload is received where it belongs.  ``readable`` and ``writable`` follow
-edge-triggered epoll: a call that moves less than it could clears the flag, the next edge sets it.
+Payload moves directly between the kernel and its final place: headers and small payloads pass
+through a staging buffer, so that many small frames cost one system call, and the rest of a large
+payload is received at its place. ``readable`` and ``writable`` follow edge-triggered epoll: a call
+that moves less than it could clears the flag, the next edge sets it.
 """
 
 from __future__ import annotations
@@ -23,21 +24,26 @@ from miraccl.wire.stream import (
     encode_frame,
 )
 
+#: Copying this much costs about a microsecond, less than a system call.
 STAGING_BYTES = 1 << 14
-"""Copying this much costs about a microsecond, less than a system call."""
+#: Largest receive call: long enough to be efficient, short enough (200 us) to serve the other
+#: direction.
 RECEIVE_BYTES = 1 << 20
-"""Most bytes per receive call: long enough to be efficient, short enough (200 us) to serve the other direction."""
+#: Largest send call. On loopback, where the sender's call does half of the receiver's work, larger
+#: ones do not overlap the two (6.0 GB/s with 512 KiB, 4.5 with 1 MiB and more, for messages of
+#: 64 MiB on a virtual machine with 2 cores).
 SEND_BYTES = 1 << 19
-"""Bytes per send call: on loopback, where the receiver's half of the work is done in the sender's call, larger ones lose the overlap of
-the two (6.0 GB/s with 512 KiB, 4.5 with 1 MiB and more, 64 MiB messages on a 2-core virtual machine)."""
+#: In a large payload the kernel reports a stream as readable only when this much has arrived: a
+#: fifth of the wake-ups.
 LOW_WATER_BYTES = 1 << 19
-"""In the middle of a large payload the kernel reports a stream as readable when this much has come: a fifth of the wake-ups."""
 LOW_WATER_MIN = 1 << 16
 MAX_VECTOR = 64
 
 
 def _first_bytes(out: deque[memoryview | bytes], nbytes: int) -> list[memoryview | bytes]:
-    """The first buffers of a queue, cut to about ``nbytes`` in all: what would be left is never a small rest."""
+    """Return the first buffers of a queue, about ``nbytes`` in total, leaving no small rest of a
+    buffer.
+    """
     vector: list[memoryview | bytes] = []
     for part in islice(out, MAX_VECTOR):
         size = len(part)
@@ -52,8 +58,12 @@ def _first_bytes(out: deque[memoryview | bytes], nbytes: int) -> list[memoryview
 
 
 class StreamSocket:
-    """Owns ``sock`` until ``close``.  ``placing`` is set by ``place`` and reset by the owner once ``left``, the bytes
-    of the current payload that are still to come, is 0."""
+    """One stream of a link; it owns ``sock`` until ``close``.
+
+    Attributes:
+        placing: Set by ``place``; the owner resets it when ``remaining`` is 0.
+        remaining: Bytes of the current payload that have not arrived.
+    """
 
     def __init__(self, sock: socket.socket, index: int) -> None:
         sock.setblocking(False)
@@ -76,16 +86,18 @@ class StreamSocket:
 
     @property
     def pending(self) -> bool:
-        """Whether something waits to be sent."""
+        """True if there is something to send."""
         return bool(self._out)
 
     def on_edge(self, events: int) -> None:
-        """epoll reported something.  After a hang-up a short read says nothing: the end is behind it, and no edge will follow."""
+        """Process events that epoll reported."""
+        # After a hang-up a short read means nothing: the end follows, and no edge will.
         self._ending |= bool(events & (select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR))
         self.readable |= bool(events & ~select.EPOLLOUT)
         self.writable |= bool(events & ~select.EPOLLIN)
 
     def queue(self, frame: Frame, payload: memoryview | None = None) -> None:
+        """Queue a frame and its payload."""
         header = encode_frame(frame)
         self._out.append(header)
         if payload is not None:
@@ -95,7 +107,9 @@ class StreamSocket:
             self._frames.append(len(header))
 
     def send(self) -> int:
-        """Give the kernel what it takes in one call; returns the number of frames that are with the kernel completely now."""
+        """Send what the kernel accepts in one call; return the number of frames that it has
+        completely.
+        """
         out = self._out
         vector = _first_bytes(out, SEND_BYTES)
         try:
@@ -131,19 +145,26 @@ class StreamSocket:
         return done
 
     def place(self, target: memoryview) -> None:
-        """The payload of the frame that ``next_frame`` returned last belongs to ``target``."""
+        """Receive the payload of the frame that ``next_frame`` returned last into ``target``."""
         self._target = target
         self.remaining = len(target)
         self.placing = True
 
     def _set_low_water(self, nbytes: int) -> None:
-        """Let the kernel report this stream as readable only when ``nbytes`` have come, or its end.  Lowering it reports at once."""
+        """Let the kernel report this stream as readable only when ``nbytes`` have arrived, or at
+        its
+        end.
+
+        Lowering the mark reports at once.
+        """
         if nbytes != self._low_water:
             self._low_water = nbytes
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
     def fill(self) -> bool:
-        """Receive what one call gives: first the current payload, then headers.  False when the stream has ended."""
+        """Receive with one call: the current payload, then headers. Returns False at the end of the
+        stream.
+        """
         try:
             got, room = self._receive()
         except BlockingIOError:
@@ -169,7 +190,7 @@ class StreamSocket:
         return True
 
     def _receive(self) -> tuple[int, int]:
-        """Bytes received, and how many could have been."""
+        """Return (bytes received, bytes that could have been)."""
         if not self.remaining:
             if self._start:
                 self._compact()
@@ -186,7 +207,7 @@ class StreamSocket:
         self._start, self._end = 0, kept
 
     def consume_staged(self) -> None:
-        """Move payload that came together with its header to its place."""
+        """Move payload that arrived together with its header to its place."""
         count = min(self.remaining, self._end - self._start)
         if count:
             self._target[:count] = self._staging[self._start : self._start + count]
@@ -197,7 +218,9 @@ class StreamSocket:
             self._start = self._end = 0
 
     def next_frame(self) -> tuple[Frame, str] | None:
-        """The next header (and an ABORT's text), ``None`` if it is not complete yet; raises ``ProtocolError``."""
+        """Return the next header and an ABORT's text, None if it is incomplete. Raises
+        ``ProtocolError``.
+        """
         have = self._end - self._start
         if have < HEADER_BYTES:
             return None
@@ -213,12 +236,14 @@ class StreamSocket:
         return frame, text
 
     def drop(self) -> None:
-        """Forget what was queued."""
+        """Discard the queue."""
         self._out.clear()
         self._frames.clear()
 
     def send_abort(self, text: str) -> None:
-        """Say why, if the stream is between frames and the kernel takes it at once.  Drops what was queued."""
+        """Send an ABORT if the stream is between frames and the kernel accepts it; discard the
+        queue.
+        """
         self.drop()
         if not self._between_frames:
             return
@@ -230,7 +255,10 @@ class StreamSocket:
             self._between_frames = False
 
     def close(self) -> None:
-        """End both directions.  What the kernel has taken is still delivered, unless the peer's bytes were left unread."""
+        """Close both directions.
+
+        Bytes that the kernel has are still delivered, unless bytes of the peer were left unread.
+        """
         self._out.clear()
         self._target = memoryview(b"")
         self.remaining = 0

@@ -1,11 +1,16 @@
-"""The proxy: one thread per rank of a communicator that moves messages between FIFOs in memory and network streams.
+"""Proxy in Python: one thread per rank that moves messages between FIFOs in memory and networks.
 
-It owns the sockets given to it.  It sleeps in epoll on all of them and on its bell, an eventfd, and uses no processor while nothing moves:
-before it sleeps it sets the word ``asleep`` (sequentially consistent) and looks at all FIFOs once more; an executor that published
-something looks at ``asleep`` after a full fence and rings only if it is set, so that a busy proxy costs the executor no system call.
-Everything else is done by the drivers; commands of other threads are run between two rounds.
+It runs any ``proxy.driver.Driver``. TCP between hosts uses the compiled ``proxy.engine`` instead;
+this one is its reference, and the proxy of networks that have no compiled driver.
 
-The split between the thread that computes and a proxy that drives the network is NCCL's (``src/proxy.cc``).
+The thread sleeps in epoll on all descriptors of its drivers and on its doorbell, an eventfd, and
+uses no processor while nothing moves. Before it sleeps it sets the word ``asleep`` (sequentially
+consistent) and scans all FIFOs once more; an executor that published something reads ``asleep``
+after a full fence and rings the doorbell only if it is set, so that a busy proxy costs the executor
+no system call. Commands of other threads are run between two rounds.
+
+The split between the thread that computes and a proxy that drives the network is NCCL's
+(``src/proxy.cc``).
 """
 
 from __future__ import annotations
@@ -19,26 +24,39 @@ from contextlib import ExitStack, suppress
 
 from miraccl import clock, trace
 from miraccl.errors import CommunicatorClosed, MiracclError, as_system_failure
-from miraccl.proxy.driver import Driver
+from miraccl.proxy.driver import NO_TIMER, Driver
+from miraccl.proxy.stream_driver import StreamDriver
 from miraccl.transport.base import NetConnection, OnLost, Wake
 from miraccl.transport.fifo import PAGE_BYTES, Atomics, PrivateMemory, native_atomics
 from miraccl.wire import proxy_records as wire
 
 log = trace.logger("proxy")
 
+#: Largest segment of a message: a frame costs some 50 us of Python; the kernel's buffer delays what
+#: is queued behind by as much.
 SEGMENT_BYTES = 1 << 22
-"""Pieces of large messages: a frame costs some 50 us of Python; the kernel's buffer delays what is queued behind as much."""
+#: Time for the thread to run a command. A round takes milliseconds; longer means that the thread
+#: died or that another one holds the GIL.
 COMMAND_TIMEOUT_S = 10.0
-"""A round of the thread takes milliseconds; longer means that it died or that somebody keeps the interpreter's lock."""
 _EDGES = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 
 
 class Proxy:
-    """Moves messages for ``rank``.
+    """Moves messages for one rank.
 
-    ``wake(rank)`` is called after flags or tails were published, ``on_lost(peer, loss)`` once per lost peer; both run in the proxy's
-    thread.  ``close`` ends the thread; until it or ``abort`` or ``detach`` has returned, memory given to FIFOs may still be touched.
-    ``rounds`` counts the rounds of the thread, for whoever asks why it is busy.  The constructor raises ``SystemFailure``.
+    Until ``close``, ``abort`` or ``detach`` has returned, memory given to FIFOs may still be
+    touched.
+
+    Args:
+        wake: Called with the rank after flags or tails were published, on the proxy's thread.
+        on_lost: Called with (peer, loss) once per lost peer, on the proxy's thread.
+        segment_bytes: Largest segment of a message on streams.
+
+    Attributes:
+        rounds: Number of rounds of the thread.
+
+    Raises:
+        SystemFailure: A descriptor or the thread cannot be created.
     """
 
     def __init__(
@@ -57,7 +75,7 @@ class Proxy:
         self._atomics = atomics or native_atomics()
         self._segment_bytes = segment_bytes
         self._drivers: dict[int, Driver] = {}
-        self._by_fd: dict[int, tuple[Driver, int]] = {}
+        self._by_fd: dict[int, Driver] = {}
         self._closers: list[tuple[list[Driver], clock.Event]] = []
         self._commands: clock.Queue[_Command] = clock.simple_queue()
         self._words = PrivateMemory(PAGE_BYTES)
@@ -67,21 +85,21 @@ class Proxy:
         self._closed = False
         self._thread = clock.thread(target=self._main, name=f"miraccl-proxy-{rank}", daemon=True)
         with (
-            as_system_failure("the proxy cannot be started", rank=rank),
-            ExitStack() as unless_it_runs,
+            as_system_failure("cannot start the proxy", rank=rank),
+            ExitStack() as undo,
         ):
             self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            unless_it_runs.callback(os.close, self._doorbell)
-            self._epoll = unless_it_runs.enter_context(select.epoll())
+            undo.callback(os.close, self._doorbell)
+            self._epoll = undo.enter_context(select.epoll())
             self._epoll.register(self._doorbell, select.EPOLLIN)
             self._thread.start()
-            unless_it_runs.pop_all()
+            undo.pop_all()
 
-    # --- other threads' side
+    # --- other threads
 
     @property
     def doorbell(self) -> int:
-        """The eventfd; written by executors that find ``asleep`` set."""
+        """Eventfd that executors write when ``asleep`` is set."""
         return self._doorbell
 
     @property
@@ -90,11 +108,31 @@ class Proxy:
         return self._words.address
 
     def attach(self, connections: Sequence[NetConnection]) -> None:
-        """Take over sockets and start to move messages: those of all connections, or none, which the caller closes."""
-        self._call(lambda: self._attach(connections))
+        """Take over the streams of all connections and start to move messages.
+
+        On failure of one, the caller closes all of them.
+        """
+        self.attach_drivers(
+            [
+                lambda c=connection: StreamDriver(  # type: ignore[misc]
+                    c,
+                    atomics=self._atomics,
+                    on_lost=self._on_lost,
+                    segment_bytes=self._segment_bytes,
+                )
+                for connection in connections
+            ]
+        )
+
+    def attach_drivers(self, factories: Sequence[Callable[[], Driver]]) -> None:
+        """Make drivers on the proxy's thread and run all of them, or none."""
+        self._call(lambda: self._attach(factories))
 
     def detach(self, peers: Sequence[int], *, linger: float) -> None:
-        """Send what is posted for at most ``linger`` seconds, then close these links. Nothing is left to do once the thread has ended."""
+        """Send what is posted for at most ``linger`` seconds, then close these links.
+
+        Without effect once the thread has ended.
+        """
         deadline = clock.monotonic() + linger
         done = clock.event()
         with suppress(CommunicatorClosed):
@@ -103,16 +141,16 @@ class Proxy:
             self._call(lambda: self._remove(peers))
 
     def abort(self, text: str) -> None:
-        """Close all links at once; peers that listen are told ``text``."""
+        """Close all links at once; peers that still read receive ``text``."""
         with suppress(CommunicatorClosed):
             self._call(lambda: self._abort(text))
 
     def close(self, *, linger: float = 0.0) -> None:
-        """Close all links and end the thread; may be called twice."""
+        """Close all links and end the thread; idempotent."""
         if self._closed:
             return
         self.detach(list(self._drivers), linger=linger)
-        with suppress(CommunicatorClosed):  # it has ended by a fault of its own
+        with suppress(CommunicatorClosed):  # the thread failed
             self._call(self._stop)
         self._closed = True
         self._thread.join(COMMAND_TIMEOUT_S)
@@ -131,7 +169,7 @@ class Proxy:
             os.eventfd_write(self._doorbell, 1)
         if not command.done.wait(COMMAND_TIMEOUT_S):
             raise MiracclError(
-                f"the proxy did not answer for {COMMAND_TIMEOUT_S} s", rank=self.rank
+                f"the proxy did not answer within {COMMAND_TIMEOUT_S} s", rank=self.rank
             )
         if command.error:
             raise command.error
@@ -148,7 +186,7 @@ class Proxy:
                     self._poll(0)
                 else:
                     self._sleep()
-        except Exception as error:  # a bug of ours: nobody must wait for a proxy that is gone
+        except Exception as error:  # a bug of ours: no rank may wait for a proxy that is gone
             log.exception("the proxy failed")
             for driver in self._drivers.values():
                 driver.handle(wire.InternalError(f"has no proxy: {error!r}"))
@@ -157,7 +195,7 @@ class Proxy:
             self._end()
 
     def _end(self) -> None:
-        """Close what is open, and let nobody wait for this thread."""
+        """Close everything and release the threads that wait for this one."""
         self._remove(list(self._drivers))
         with self._gate:
             self._ended = True
@@ -170,13 +208,13 @@ class Proxy:
             done.set()
 
     def _round(self) -> bool:
-        """Some calls per stream and direction (``driver.CALLS``); True when some stream is ready for more."""
+        """Poll all drivers; return True if one can move more at once."""
         self.rounds += 1
         self._run_commands()
         busy = False
         for driver in self._drivers.values():
-            if driver.link.alive:
-                busy |= driver.advance()
+            if driver.alive:
+                busy |= driver.poll()
             if driver.dirty:
                 driver.dirty = False
                 self._wake(self.rank)
@@ -185,52 +223,43 @@ class Proxy:
         return busy
 
     def _notify_closers(self) -> None:
-        for closer in [c for c in self._closers if not any(driver.link.alive for driver in c[0])]:
+        for closer in [c for c in self._closers if not any(driver.alive for driver in c[0])]:
             self._closers.remove(closer)
             closer[1].set()
 
     def _sleep(self) -> None:
         self._atomics.exchange(self.asleep, 1)
-        news = not self._commands.empty() or any(
-            driver.scan() or driver.dirty for driver in self._drivers.values()
-        )
-        if not news:
-            self._poll(None)
+        timeout = min((driver.arm() for driver in self._drivers.values()), default=NO_TIMER)
+        if self._commands.empty() and timeout > 0:
+            self._poll(None if timeout == NO_TIMER else timeout)
         self._atomics.exchange(self.asleep, 0)
 
     def _poll(self, timeout: float | None) -> None:
         for fd, events in clock.wait_io(self._epoll.poll, timeout):
             if fd == self._doorbell:
                 _drain(fd)
-                continue
-            found = self._by_fd.get(fd)
-            if found:
-                found[0].streams[found[1]].on_edge(events)
+            elif fd in self._by_fd:
+                self._by_fd[fd].ready(fd, events)
 
     def _run_commands(self) -> None:
         with suppress(queue.Empty):
             while not self._commands.empty():
                 self._commands.get_nowait().run()
 
-    def _attach(self, connections: Sequence[NetConnection]) -> None:
+    def _attach(self, factories: Sequence[Callable[[], Driver]]) -> None:
         attached: list[int] = []
         try:
-            for connection in connections:
-                if connection.peer in self._drivers:
+            for factory in factories:
+                driver = factory()
+                if driver.peer in self._drivers:
                     raise MiracclError(
-                        f"rank {connection.peer} is attached already", rank=self.rank
+                        f"cannot attach rank {driver.peer}: it is attached already", rank=self.rank
                     )
-                driver = Driver(
-                    connection,
-                    atomics=self._atomics,
-                    on_lost=self._on_lost,
-                    segment_bytes=self._segment_bytes,
-                )
-                self._drivers[connection.peer] = driver
-                attached.append(connection.peer)
-                for stream in driver.streams:
-                    self._by_fd[stream.fd] = (driver, stream.index)
-                    self._epoll.register(stream.fd, _EDGES)
+                self._drivers[driver.peer] = driver
+                attached.append(driver.peer)
+                for fd in driver.descriptors():
+                    self._by_fd[fd] = driver
+                    self._epoll.register(fd, _EDGES)
         except BaseException:
             self._remove(attached)
             raise
@@ -238,7 +267,7 @@ class Proxy:
     def _start_closing(self, peers: Sequence[int], done: clock.Event) -> None:
         waiting = [self._drivers[peer] for peer in peers if peer in self._drivers]
         for driver in waiting:
-            driver.scan()
+            driver.arm()  # what the executor posted before must be sent
             driver.handle(wire.CloseRequested())
         self._closers.append((waiting, done))
 
@@ -246,9 +275,7 @@ class Proxy:
         for peer in peers:
             driver = self._drivers.pop(peer, None)
             if driver:
-                self._by_fd = {
-                    fd: entry for fd, entry in self._by_fd.items() if entry[0] is not driver
-                }
+                self._by_fd = {fd: d for fd, d in self._by_fd.items() if d is not driver}
                 driver.close()
 
     def _abort(self, text: str) -> None:

@@ -1,1 +1,1 @@
-"""Kernel sources of the proxy. Only ``native.compiler`` imports the modules here that need Numba; ``layout`` is for all."""
+"""Kernel sources of the proxy; only ``native.compiler`` imports those that need Numba."""

@@ -1,7 +1,8 @@
-"""Kernel source: the loop of a lane (``proxy.staging``), which runs without the interpreter's lock.
+"""Loop of a staging thread (``proxy.staging``), which runs without the GIL.
 
-It looks at one word, makes the piece's call, stores ``done``.  Python is asked only where a piece has no call or its call failed: then
-``serve`` returns, Python does its part, and the next ``serve`` answers the piece first.
+It polls one word, makes the segment's call and stores ``done``. Python is needed only if a segment
+has no call or its call failed: ``serve`` then returns, Python does its part, and the next ``serve``
+completes the segment first.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from miraccl.proxy.kernels import staging_layout
 
 @inline
 def now_ns(thread: int) -> int:
-    """CLOCK_MONOTONIC."""
+    """Return CLOCK_MONOTONIC in nanoseconds."""
     clock_gettime(1, thread + staging_layout.TIME)
     return load(thread + staging_layout.TIME) * 1000000000 + load(thread + staging_layout.TIME + 8)
 
 
 @inline
 def flag(thread: int) -> int:
-    """Address of the words of the slot where the next piece comes."""
+    """Return the address of the words of the slot of the next segment."""
     return (
         load(thread + staging_layout.FLAGS)
         + load(thread + staging_layout.SLOT) * staging_layout.SLOT_STRIDE
@@ -48,7 +49,7 @@ def flag(thread: int) -> int:
 
 @inline
 def complete(thread: int, job_id: int) -> None:
-    """Let the stream go on, and look at the next slot."""
+    """Let the stream continue, and go to the next slot."""
     job = load_acquire(thread + staging_layout.JOBS) + job_id * staging_layout.JOB_BYTES
     words = flag(thread)
     next_segment = load(thread + staging_layout.SEGMENT) + load(job + staging_layout.JOB_STRIDE)
@@ -70,7 +71,7 @@ def complete(thread: int, job_id: int) -> None:
 
 @inline
 def run_segment(thread: int, job_id: int) -> int:
-    """Run the piece that is there, or hold it for Python."""
+    """Run the ready segment, or leave it to Python."""
     if load_acquire(thread + staging_layout.DRAIN) == 0:
         calls = load(
             load_acquire(thread + staging_layout.JOBS)
@@ -101,7 +102,7 @@ def run_segment(thread: int, job_id: int) -> int:
 
 @inline
 def sleep_for_ns(thread: int, idle: int) -> int:
-    """How long to wait before the next look, ``idle`` ns after something happened; 0 is not at all."""
+    """Return the nanoseconds to sleep when idle for ``idle`` ns; 0 is no sleep."""
     if idle < staging_layout.SPIN_NS:
         return 0
     between_jobs = load(thread + staging_layout.SEGMENT) == load(thread + staging_layout.THREAD)
@@ -135,7 +136,7 @@ def sleep(thread: int, doorbell: int, nanoseconds: int) -> None:
 
 @inline
 def serve_until_needed(thread: int) -> int:
-    """Answer pieces until Python is needed or the lane is to stop."""
+    """Complete segments until Python is needed or the thread is to stop."""
     since = 0
     while load_acquire(thread + staging_layout.STOP) == 0:
         doorbell = load32(thread + staging_layout.DOORBELL)
@@ -161,7 +162,11 @@ def serve_until_needed(thread: int) -> int:
 
 
 def serve(self: int, args: int, nargs: int) -> int:
-    """Builtin ``serve(lane, waits)``: answer what Python has run, then pieces until Python is needed; without ``waits`` one in all."""
+    """Builtin ``serve(thread, waits)``: complete Python's segment, then others until Python is
+    needed.
+
+    Without ``waits`` at most one segment in total is completed.
+    """
     thread, waits = PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))
     state = PyEval_SaveThread()
     python_job = load(thread + staging_layout.PYTHON_JOB)
@@ -181,7 +186,7 @@ def serve(self: int, args: int, nargs: int) -> int:
 
 
 def pause_ns(self: int, args: int, nargs: int) -> int:
-    """Builtin ``pause_ns(lane, idle)``; see ``pause_for``."""
+    """Builtin ``pause_ns(thread, idle)``; see ``sleep_for_ns``."""
     return PyLong_FromLong(sleep_for_ns(PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))))
 
 
