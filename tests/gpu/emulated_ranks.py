@@ -911,7 +911,7 @@ def in_the_order_of_the_machine(topology: str) -> tuple[tuple[int, ...], str]:
                 same(x, data[root])
                 same(y, sum(data) if me.rank == root else data[me.rank])
         me.comm.finalize()
-        return device.ring.order, device.ring.why
+        return device.ring.order, device.ring.reason
 
 
 def explanations() -> None:

@@ -152,7 +152,7 @@ def two_shot_put() -> None:
 
 def many_positions() -> None:
     """Launches belong to window positions, and a bounded number is cached."""
-    vars(one_sided)["MOST_PLACES"] = 2
+    vars(one_sided)["MAX_POSITIONS"] = 2
     with session() as world:
         me = OneSided(world, "two_shot_put")
         comm, n = me.comm, me.nranks

@@ -94,12 +94,12 @@ def test_addresses(frame: Framing) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("frame", FRAMES)
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_row_fifos_wrap_around(frame: Framing, lanes: int) -> None:
+@pytest.mark.parametrize("nqueues", [1, 3])
+def test_row_fifos_wrap_around(frame: Framing, nqueues: int) -> None:
     """Several times the capacity of the row FIFOs, in both directions at once."""
-    size = 3 * lanes * layout.FIFO_ROWS * layout.ROW_BYTES
+    size = 3 * nqueues * layout.FIFO_ROWS * layout.ROW_BYTES
     check_messages(
-        [EmulatedSend(0, 1, size + 5), EmulatedSend(1, 0, size)], frame=frame, nqueues=lanes
+        [EmulatedSend(0, 1, size + 5), EmulatedSend(1, 0, size)], frame=frame, nqueues=nqueues
     )
 
 
@@ -641,12 +641,12 @@ sends = st.builds(
 )
 @settings(max_examples=20, deadline=None)
 def test_random_messages_arrive(
-    program: list[list[EmulatedSend]], lanes: int, frame: Framing
+    program: list[list[EmulatedSend]], nqueues: int, frame: Framing
 ) -> None:
     where = EmulatedMachine(3)
     for number, launch in enumerate(program):
         assert [
-            text for text in run(where, rules(3, frame, lanes), launch, seed=number) if text
+            text for text in run(where, rules(3, frame, nqueues), launch, seed=number) if text
         ] == []
     assert where.errors() == [0, 0, 0]
 
@@ -695,10 +695,10 @@ def test_launches_of_few_messages_have_short_arguments(nranks: int, most: int) -
 
 def test_memory_regions_do_not_overlap() -> None:
     for nranks in range(2, layout.MAX_RANKS + 1):
-        lanes, rows = layout.message_warp_queues(nranks), layout.FIFO_ROWS
-        assert (nranks - 1) * lanes * rows * 512 <= layout.ROW_FIFOS_BYTES
+        nqueues, rows = layout.message_warp_queues(nranks), layout.FIFO_ROWS
+        assert (nranks - 1) * nqueues * rows * 512 <= layout.ROW_FIFOS_BYTES
         assert (
-            nranks * lanes * layout.WORD_STRIDE
+            nranks * nqueues * layout.WORD_STRIDE
             <= layout.ROWS_RECEIVED_OFFSET - layout.ROWS_SENT_OFFSET
         )
         slots = layout.BULK_BYTES // layout.CHUNK_BYTES
@@ -720,7 +720,7 @@ def test_all_warp_queues_are_resident_together(nranks: int, multiprocessors: int
     assert lowered.threads <= 512
     assert lowered.blocks <= multiprocessors
     heads = queues(lowered.args, nranks, 2 * nranks - 1)
-    taken = [lane for _, _, lanes, begin, *_ in heads for lane in range(begin, begin + lanes)]
+    taken = [queue for _, _, nqueues, begin, *_ in heads for queue in range(begin, begin + nqueues)]
     assert taken == list(range(len(taken)))
     assert len(taken) <= lowered.blocks * lowered.threads // 32
 
@@ -753,11 +753,11 @@ def test_large_message_blocks_are_resident_with_all_warp_queues(
     assert lowered.threads == 512
     assert lowered.blocks <= 2 * multiprocessors
     heads = queues(lowered.args, nranks, 4 * nranks - 3)
-    lanes, blocks = (
+    nqueues, blocks = (
         [h for h in heads if h[0] <= layout.TO_SELF],
         [h for h in heads if h[0] > layout.TO_SELF],
     )
-    warps = sum(h[2] for h in lanes)
+    warps = sum(h[2] for h in nqueues)
     assert warps <= (lowered.blocks - lowered.bulk_blocks) * 16
     assert [b for _, _, each, begin, *_ in blocks for b in range(begin, begin + each)] == list(
         range(lowered.bulk_blocks)
