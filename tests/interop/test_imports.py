@@ -17,8 +17,6 @@ KNOWN_UPWARD = {
     "miraccl.diagnosis.faults -> miraccl.runtime.control",
     "miraccl.diagnosis.faults -> miraccl.runtime.fabric",
     "miraccl.diagnosis.faults -> miraccl.runtime.setup_phases",
-    "miraccl.executor.cuda.driver -> miraccl.executor.cuda.fast_call_layout",
-    "miraccl.executor.cuda.gpu -> miraccl.executor.cuda.fast_call_layout",
     "miraccl.executor.cuda.message_launch -> miraccl.fastpath.cuda.table",
     "miraccl.ops.calls -> miraccl.planning.planner",
     "miraccl.proxy.kernels.progress_engine -> miraccl.executor.cpu.kernels.layout",

@@ -3,8 +3,8 @@
 The format is NCCL's (``src/graph/xml.cc``): ``system`` holds ``cpu``, which holds ``pci`` and
 ``nic``; ``pci`` holds ``pci``, ``gpu``, ``nic`` and ``pcilink``; ``gpu`` holds ``nvlink`` and
 ``c2c`` (in AMD's dialect, version 2, ``xgmi``; in ours ``xlink``, see ``accelerators``); ``nic``
-holds ``net``. Elements in other places are ignored with their content, like in NCCL, and are reported as
-notes. The order of elements matters.
+holds ``net``. Elements in other places are ignored with their content, like in NCCL, and
+are reported as notes. The order of elements matters.
 
 - A file is untrusted input: at most :data:`MAX_BYTES`, :data:`MAX_NODES` elements and
   :data:`MAX_DEPTH` levels, no document type, no entities. Every error raises ``TopologyError`` with
