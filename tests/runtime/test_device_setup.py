@@ -31,7 +31,7 @@ def test_all_phases_share_the_deadline(apart: bool, what: str) -> None:
     first, second = run_ranks(setup_ranks.deadline_in_phases, 2, apart, what, timeout=90)
     assert first["type"] == "CollectiveTimeout", first
     assert (
-        "rank 1 of 2 did not arrive within 25 s (all of its phases share one deadline)"
+        "rank 1 of 2 did not arrive within 25 s: timed out (all of its phases share one deadline)"
         in first["text"]
     )
     assert first["peer"] == 1

@@ -306,6 +306,19 @@ def profiled(path: str) -> None:
         assert [
             event.count for event in profile.key_averages() if event.key == "miraccl:all_reduce"
         ] == [1]
+        with torch.autograd.profiler.profile(record_shapes=True) as recorded:
+            dist.all_reduce(x)
+            dist.all_gather(
+                [torch.zeros(3) for _ in range(nranks)], torch.ones(3), async_op=True
+            ).wait()
+            dist.broadcast(x[:2], 0)
+        events = [e for e in recorded.function_events if e.name.startswith("miraccl:")]
+        assert all(e.is_async for e in events), "as those of Gloo"
+        assert {e.name: e.input_shapes for e in events} == {
+            "miraccl:all_reduce": [[40000]],
+            "miraccl:all_gather": [[3]],
+            "miraccl:broadcast": [[2]],
+        }
 
 
 def pending(path: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from miraccl.runtime.progress import progress
@@ -49,9 +50,9 @@ def rejected_arguments(path: str) -> None:
             [torch.zeros(2 * nranks)],
             [torch.zeros(1) for _ in range(2 * nranks)],
         )  # sizes that would do, one after another
-        with refused("all_gather", "1 tensors", f"{nranks} ranks"):
+        with refused("all_gather", "1 tensors", f"one per rank, {nranks}"):
             dist.all_gather(few, torch.ones(2))
-        with refused("reduce_scatter", f"{2 * nranks} tensors", f"{nranks} ranks"):
+        with refused("reduce_scatter", f"{2 * nranks} tensors", f"one per rank, {nranks}"):
             dist.reduce_scatter(torch.zeros(2), many)
         with refused("all_to_all", f"{2 * nranks} tensors"):
             dist.all_to_all(many, many)
@@ -59,12 +60,12 @@ def rejected_arguments(path: str) -> None:
             uneven = [
                 torch.zeros(2 * r + 1) for r in range(nranks)
             ]  # as many as equal parts, in all
-            with refused("gather", str([2 * r + 1 for r in range(nranks)]), f"needs {nranks}"):
+            with refused("gather", str([2 * r + 1 for r in range(nranks)]), f"must have {nranks}"):
                 dist.gather(torch.ones(nranks), uneven)
-            with refused("scatter", f"needs {nranks}"):
+            with refused("scatter", f"must have {nranks}"):
                 dist.scatter(torch.ones(nranks), uneven)
         for message in (group.send, group.recv):
-            with refused("tag is -1", "0 and more"):
+            with refused("tag -1 is not allowed", ">= 0"):
                 message([torch.ones(1)], 0, -1)
         two = [torch.ones(1), torch.ones(1)]  # Gloo adds these up as well, NCCL refuses them
         for several in (
@@ -72,13 +73,21 @@ def rejected_arguments(path: str) -> None:
             group.broadcast,
             lambda xs: group.allgather([[x] * nranks for x in xs], xs),
         ):
-            with refused("one tensor", "got 2"):
+            with refused("got 2 tensors", "pass one per call"):
                 several(two)
-        with refused("one tensor", "got 2"):
+        with refused("got 2 tensors", "pass one per call"):
             group.reduce_scatter(two, [two * nranks] * 2)
-        with refused("1 outputs and 2 inputs"):
+        with refused("got 1 outputs for 2 inputs"):
             group.allgather_into_tensor_coalesced([torch.ones(nranks)], two)
-        with refused("1 outputs and 2 inputs"):
+        with refused("output 0 has 3 elements", "input 0 has 1"):
+            dist.all_gather_coalesced([[torch.ones(3)] for _ in range(nranks)], two[:1])
+        with refused("the list has no tensors"):
+            group.allreduce_coalesced([])
+        options = c10d.BroadcastOptions()
+        options.rootTensor = 1
+        with refused("rootTensor is 1", "allowed is 0"):
+            group.broadcast([torch.ones(1)], options)
+        with refused("got 1 outputs for 2 inputs"):
             dist.all_gather_coalesced([[torch.ones(1)] for _ in range(nranks)], two)
         for rooted in (group.broadcast, group.reduce):  # at the call: these do not wait
             with refused(f"root is {nranks}", f"0 to {nranks - 1}"):

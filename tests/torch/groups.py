@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import inspect
 import os
 import threading
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
+import miraccl.torch
 from miraccl.errors import BootstrapError
 from miraccl.runtime.core_access import core_access
 from miraccl.torch import BackendError, ProcessGroupMiraccl, start
@@ -208,6 +210,29 @@ def descriptors(path: str) -> None:
         _wait_until_closed(before)
 
 
+def dropped(path: str) -> None:
+    """Check that a group which is collected without being destroyed leaves, and frees everything."""
+    with world(path) as (rank, nranks):
+        before, threads = _open_files(), threading.active_count()
+        options = dist.distributed_c10d.DistributedBackendOptions()
+        options.store = dist.PrefixStore("dropped", dist.group.WORLD.get_group_store())
+        options.group_rank, options.group_size = rank, nranks
+        options.timeout, options.group_id = LIMIT, "dropped"
+        options.global_ranks_in_group = list(range(nranks))
+        group = miraccl.torch.create(options)
+        x = torch.ones(2)
+        group.allreduce([x]).wait()
+        assert x[0] == nranks
+        del group
+        gc.collect()
+        _wait_until_closed(before)
+        limit = time.monotonic() + LIMIT.total_seconds()
+        while threading.active_count() > threads:
+            assert time.monotonic() < limit, threading.enumerate()
+            time.sleep(0.001)
+        dist.barrier()
+
+
 def _wait_until_closed(before: list[str]) -> None:
     """Wait until the control plane has closed, which happens once all ranks have left."""
     limit = time.monotonic() + LIMIT.total_seconds()
@@ -346,7 +371,7 @@ def monitored(path: str) -> None:
             with refused(
                 "CollectiveTimeout",
                 "monitored_barrier",
-                f"rank {last} did not reach the barrier",
+                f"Rank {last} failed to pass monitoredBarrier",
                 f"rank {last}:",
                 "groups.py",
             ):
@@ -354,18 +379,20 @@ def monitored(path: str) -> None:
         dist.barrier()
         if rank == last:
             with refused(
-                "monitored_barrier", f"rank {last} did not reach the barrier within 0.3 s"
+                "monitored_barrier",
+                f"Rank {last} successfully reached monitoredBarrier, but received errors",
+                f"Rank {last} failed to pass monitoredBarrier in 300 ms",
             ):
                 group.monitored_barrier(SHORT)
         dist.barrier()
         if not rank:
             everybody = (
-                "rank 1" if nranks == 2 else f"ranks {', '.join(str(r) for r in range(1, nranks))}"
+                "Rank 1" if nranks == 2 else f"Ranks {', '.join(str(r) for r in range(1, nranks))}"
             )
-            with refused(f"{everybody} did not reach the barrier"):
+            with refused(f"{everybody} failed to pass monitoredBarrier"):
                 dist.monitored_barrier(timeout=SHORT, wait_all_ranks=True)
             with refused(
-                "rank 1 did not reach the barrier within 0 s"
+                "Rank 1 failed to pass monitoredBarrier in 0 ms"
             ):  # and not within the group's own timeout, which 0 means elsewhere
                 dist.monitored_barrier(timeout=datetime.timedelta(0))
         else:
@@ -377,7 +404,9 @@ def monitored(path: str) -> None:
 
 
 def _reports_before_rank_0(group: ProcessGroupMiraccl, name: str, nranks: int) -> None:
-    """Delay rank 0 until the others have reported to its barrier: their reports count as in time."""
+    """Delay rank 0 until the others have reported to its barrier: their reports count as in
+    time.
+    """
     post: Any = group._matcher
     if not post.comm.rank:
         all_here(name, nranks)
@@ -482,7 +511,9 @@ def deadlines_during_operations(path: str) -> None:
 
 
 def callbacks_in_order(path: str) -> None:
-    """Check that operations of a future's callback precede those of another thread on every rank."""
+    """Check that operations of a future's callback precede those of another thread on every
+    rank.
+    """
     with world(path) as (rank, _):
         for _ in range(20):
             entered = threading.Event()

@@ -101,6 +101,7 @@ def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
                 groups.split,
                 groups.by_hand,
                 groups.descriptors,
+                groups.dropped,
             ),
         ),
         (
@@ -165,21 +166,21 @@ def test_failures_name_their_reason(tmp_path: Path) -> None:
         * 2,
         failures.late_rank: [("CollectiveTimeout", "rank 1", "rank 1: ", "failures.py"), ()],
         failures.late_message: [
-            ("CollectiveTimeout", "deadline of 1 s", "rank 1", "tag 6", "rank 1: "),
+            ("CollectiveTimeout", "timed out after 1 s", "rank 1", "tag 6", "rank 1: "),
             ("CollectiveTimeout",),
         ],
         failures.late_backward: [
-            ("CollectiveTimeout", "deadline of 1 s", "rank 1: ", "failures.py"),
+            ("CollectiveTimeout", "timeout of 1 s", "rank 1: ", "failures.py"),
             (),
         ],
         failures.late_future: [
-            ("CollectiveTimeout", "deadline of 1 s", "rank 1", "tag 6", "rank 1: "),
+            ("CollectiveTimeout", "timed out after 1 s", "rank 1", "tag 6", "rank 1: "),
             (),
         ],
         failures.late_from_anyone: [
             (
                 "CollectiveTimeout",
-                "deadline of 1 s",
+                "timed out after 1 s",
                 "any rank",
                 "tag 6",
                 "rank 0: waits for any rank",

@@ -316,7 +316,10 @@ class LinkSession:
         )
         if failure.kind == "late":
             return CollectiveTimeout(
-                f"{who} did not arrive within {timeout:.3g} s", rank=self.rank, peer=peer, op=op
+                f"{who} did not arrive within {timeout:.3g} s: timed out",
+                rank=self.rank,
+                peer=peer,
+                op=op,
             )
         if failure.kind == "closed":
             return CommunicatorClosed(failure.reason, rank=self.rank, op=op)
@@ -324,7 +327,10 @@ class LinkSession:
             return CommunicatorAborted(failure.reason, rank=self.rank, op=op)
         if failure.kind == "silent":
             return CollectiveTimeout(
-                f"no answer within {timeout:.3g} s: {failure.reason}", rank=self.rank, peer=0, op=op
+                f"no answer within {timeout:.3g} s (timed out): {failure.reason}",
+                rank=self.rank,
+                peer=0,
+                op=op,
             )
         text = f"{who} {_verb(failure)}: {failure.reason}"
         if failure.kind in ("lost", "hub"):

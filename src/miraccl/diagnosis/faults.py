@@ -1,7 +1,8 @@
 """From a broken wait to an error that names the culprit, on every rank.
 
-The rank that finds a fault asks all ranks for their status, makes the error, and notifies the others; these, woken by the abort word,
-raise the same error.  The first fault of a communicator stays: later calls raise it again.
+The rank that finds a fault asks all ranks for their status, makes the error, and notifies the
+others; these, woken by the abort word, raise the same error.  The first fault of a communicator
+stays: later calls raise it again.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.wire.proxy_records import CLOSED_WITHOUT_CLOSE_FRAME, Loss, LossKind
 
 SEND_RECV = "send_recv"
-#: Seconds in which there is news of what is behind an error of the engine. The memory of a process that dies goes before its connections;
-#: whoever finds that a stream has ended has waited already.
+#: Seconds in which there is news of what is behind an error of the engine. The memory of a process
+#: that dies goes before its connections; whoever finds that a stream has ended has waited already.
 _CAUSE_WAIT_S = {
     layout.ERR_ABORTED: 2.0,
     layout.ERR_CMA: DEATH_NOTICE_S,
@@ -122,7 +123,9 @@ class Faults:
     def run_control_op(
         self, name: str, tag: str, data: bytes, deadline: Deadline | None = None
     ) -> list[bytes]:
-        """``session.all_gather`` as an operation ``name`` of the communicator, which its fault ends."""
+        """``session.all_gather`` as an operation ``name`` of the communicator, which its fault
+        ends.
+        """
         with self.control.enter(name, tag):
             try:
                 self.check()
@@ -155,7 +158,9 @@ class Faults:
         return error
 
     def _await_cause(self, seconds: float) -> None:
-        """Give the control plane time to tell why something has gone wrong here; what it has told by then is known when this returns."""
+        """Give the control plane time to tell why something has gone wrong here; what it has told
+        by then is known when this returns.
+        """
         if not self._fault_known.wait(seconds):
             self.session.drain(CATCH_UP_S)
 
@@ -180,7 +185,9 @@ class Faults:
             self._setups.remove(stages)
 
     def _compare_control_ops(self) -> None:
-        """Another rank is in another operation on the control plane, which is as good as any signature."""
+        """Another rank is in another operation on the control plane, which is as good as any
+        signature.
+        """
         if ops := self.control.conflicting_ops():
             text = describe_differences(
                 {rank: {"collective": op} for rank, op in sorted(ops.items())}
@@ -213,7 +220,9 @@ class Faults:
         return self.closing and self._alone() and not self.fabric.context.in_engine
 
     def connection_lost(self, rank: int, loss: Loss) -> None:
-        """From a transport: a peer that closed in good order has left; everything else is a fault, unless the control plane tells why."""
+        """From a transport: a peer that closed in good order has left; everything else is a fault,
+        unless the control plane tells why.
+        """
         if loss.kind is LossKind.CLOSED:
             self.left.setdefault(rank, str(loss))
             self.fabric.context.gone[rank] = 1
@@ -222,7 +231,9 @@ class Faults:
             run_after_notice(self.session, loss, lambda: self._connection_broken(rank, loss))
 
     def _connection_broken(self, rank: int, loss: Loss) -> None:
-        """There is no connection to a rank any more, which lives for all that is known: those between whom there is one must be told."""
+        """There is no connection to a rank any more, which lives for all that is known: those
+        between whom there is one must be told.
+        """
         if not self._is_leaving and self.fault is None and rank not in self.left:
             self._report_loss(rank, loss)
 
@@ -250,8 +261,8 @@ class Faults:
     def set_fault(self, error: MiracclError) -> MiracclError:
         """Make ``error`` the communicator's fault unless it has one; ends all waits of this rank.
 
-        Waits end first: a program that has seen the fault and goes on to another operation must find that no operation runs any more, or
-        others would take it for a mismatch.
+        Waits end first: a program that has seen the fault and goes on to another operation must
+        find that no operation runs any more, or others would take it for a mismatch.
         """
         with self._lock:
             self.fabric.set_abort(layout.ERR_ABORTED)
@@ -265,9 +276,11 @@ class Faults:
         return self.fault
 
     def propagate(self, error: MiracclError) -> MiracclError:
-        """Settle on a fault found here and tell the others, who have heard of it when this returns: then this rank may end.
+        """Settle on a fault found here and tell the others, who have heard of it when this returns:
+        then this rank may end.
 
-        They are told first: a program that another thread wakes here may see the fault and end at once.
+        They are told first: a program that another thread wakes here may see the fault and end at
+        once.
         """
         with self._lock:
             first = self.fault is None
@@ -286,7 +299,9 @@ class Faults:
             self._undelivered = True
 
     def _await_delivery(self) -> None:
-        """Wait until the others have heard of the fault; the watcher cannot, so whoever it wakes does."""
+        """Wait until the others have heard of the fault; the watcher cannot, so whoever it wakes
+        does.
+        """
         if self._undelivered:
             with contextlib.suppress(MiracclError):
                 self.session.wait_until_delivered(DELIVERY_WAIT_S, without=self._unresponsive)
@@ -295,7 +310,8 @@ class Faults:
     def _root_cause(
         self, error: MiracclError, statuses: dict[int, dict[str, Any]] | None = None
     ) -> MiracclError:
-        """What is behind ``error``: a mismatch, where a rank has died, left or aborted after ranks had called different operations.
+        """What is behind ``error``: a mismatch, where a rank has died, left or aborted after ranks
+        had called different operations.
 
         The boards of this host's ranks tell, which outlive them, and ``statuses``.
         """
@@ -357,7 +373,10 @@ class Faults:
                     CollectiveMismatch(differing, rank=rank, peer=whom, op=op, hint=HINT)
                 )
             graph = self.wait_for_graph(statuses)
-            text = f"rank {rank} passed the deadline of {self.fabric.timeout:g} s while waiting for rank {whom} in step {step}"
+            text = (
+                f"rank {rank} timed out: no progress within its timeout of "
+                f"{self.fabric.timeout:g} s while waiting for rank {whom} in step {step}"
+            )
             return self.propagate(
                 CollectiveTimeout(text, graph=graph, rank=rank, peer=whom, op=op, hint=HINT)
             )
@@ -404,7 +423,9 @@ class Faults:
     def _peer_completed(
         self, peer: int, board: dict[str, int], statuses: dict[int, dict[str, Any]]
     ) -> str:
-        """Where ``peer`` has ended the operation on ``board``, and nothing of what it sent is under way: so in words; else empty."""
+        """Where ``peer`` has ended the operation on ``board``, and nothing of what it sent is under
+        way: so in words; else empty.
+        """
         theirs = statuses.get(peer, {}).get("status")
         if (
             board["p2p_sig"]
@@ -434,8 +455,9 @@ class Faults:
     def message_mismatch(
         self, peer: int, mine: tuple[int, int], theirs: tuple[int, int], text: str = ""
     ) -> MiracclError:
-        """The error of a message that ``peer`` sent and that is not what this rank receives; (signature, elements) of each, and how they
-        differ, where not by these."""
+        """The error of a message that ``peer`` sent and that is not what this rank receives;
+        (signature, elements) of each, and how they differ, where not by these.
+        """
         if self.fault is not None:
             return self.fault
         text = text or compare_messages(self.rank, mine, peer, theirs)
@@ -460,7 +482,9 @@ class Faults:
         ) or self._compare_with_peer(peer, want, got)
 
     def _compare_op(self, number: int, statuses: dict[int, dict[str, Any]]) -> str:
-        """How the ranks' operations with this number (``SEQ_MASK``) differ, as far as boards and ``statuses`` tell; else empty."""
+        """How the ranks' operations with this number (``SEQ_MASK``) differ, as far as boards and
+        ``statuses`` tell; else empty.
+        """
         found = {
             rank: entry
             for rank in self.fabric.shm_ranks

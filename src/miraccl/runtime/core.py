@@ -598,7 +598,7 @@ class P2pWork(Work):
         while not self.done():
             if clock.monotonic() >= deadline:
                 raise CollectiveTimeout(
-                    f"not finished within {timeout:g} s; the operation continues", op=self.name
+                    f"timed out after {timeout:g} s; the operation continues", op=self.name
                 )
             clock.sleep(0.0005)
 

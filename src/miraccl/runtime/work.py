@@ -60,7 +60,7 @@ class Work:
                 self._done.wait()
         if not self._done.wait(check_timeout(timeout)):
             raise CollectiveTimeout(
-                f"not finished within {timeout:g} s; the operation continues", op=self.name
+                f"timed out after {timeout:g} s; the operation continues", op=self.name
             )
         if self._error is not None:
             raise self._error

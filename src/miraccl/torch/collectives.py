@@ -47,6 +47,7 @@ class Collectives:
         action: Callable[[], Any],
         opts: Any,
         value: Callable[[], Sequence[Any]] | None = None,
+        inputs: Sequence[Any] | None = None,
     ) -> Work:
         """Run ``action`` on the thread or stream that serves the staged arrays.
 
@@ -57,6 +58,7 @@ class Collectives:
             action: The operation itself.
             opts: Options of c10d: ``timeout`` and ``asyncOp``.
             value: Builds the value of futures on GPUs where it differs from ``tensors``.
+            inputs: Tensors that the profiler shows; default those of the first staged array.
         """
         raise NotImplementedError
 
@@ -70,6 +72,9 @@ class Collectives:
     def allreduce_coalesced(
         self, tensors: Sequence[Any], opts: Any = _ALL_REDUCE_COALESCED
     ) -> Work:
+        if not tensors:
+            with as_backend_errors():
+                raise InvalidUsage("all_reduce_coalesced: the list has no tensors")
         return self._all_reduce("all_reduce_coalesced", tensors, opts)
 
     def _all_reduce(self, name: str, tensors: Sequence[Any], opts: Any) -> Work:
@@ -90,7 +95,8 @@ class Collectives:
                 operators.all_reduce(self.communicator, staged.array, plan)
                 staged.store()
 
-        return self._start(name, tensors, [staged for staged, _ in jobs], action, opts)
+        arrays = [staged for staged, _ in jobs]
+        return self._start(name, tensors, arrays, action, opts, inputs=tensors)
 
     @by_device("broadcast")
     @short_form(c10d.BroadcastOptions, "root", "timeout", lead=1, tensor_at=0)
@@ -139,6 +145,13 @@ class Collectives:
         """
         with as_backend_errors():
             by_rank = [_paired(of_rank, inputs, "all_gather_coalesced") for of_rank in output_lists]
+            for pairs in by_rank:
+                for i, (output, tensor) in enumerate(pairs):
+                    if output.numel() != tensor.numel():
+                        raise InvalidUsage(
+                            f"all_gather_coalesced: output {i} has {output.numel()} elements, "
+                            f"but input {i} has {tensor.numel()}; the sizes must be equal"
+                        )
         by_input = [[pairs[i][0] for pairs in by_rank] for i in range(len(inputs))]
         return self._all_gather_lists("all_gather_coalesced", by_input, inputs, opts)
 
@@ -174,6 +187,7 @@ class Collectives:
             action,
             opts,
             lambda: [whole for _, target in jobs for whole in target.stacked],
+            inputs,
         )
 
     @by_device("all_gather_single", "_allgather_base")
@@ -196,7 +210,8 @@ class Collectives:
                 self.communicator.all_gather(source.array, target.array)
                 target.store()
 
-        return self._start(name, outputs, [s for job in jobs for s in job], action, opts)
+        staged = [s for job in jobs for s in job]
+        return self._start(name, outputs, staged, action, opts, inputs=inputs)
 
     @by_device("reduce_scatter")
     @short_form(c10d.ReduceScatterOptions, "op", "timeout", lead=2, tensor_at=0)
@@ -388,10 +403,19 @@ class Collectives:
             target.store()
 
         return self._start(
-            name, outputs, [target] if source is None else [source, target], action, opts
+            name,
+            outputs,
+            [target] if source is None else [source, target],
+            action,
+            opts,
+            inputs=[] if source is None else source.tensors,
         )
 
     def _root(self, opts: Any, name: str) -> int:
+        if getattr(opts, "rootTensor", 0) != 0:
+            raise InvalidUsage(
+                f"{name}: rootTensor is {opts.rootTensor}; allowed is 0: a rank has one tensor"
+            )
         return peer_rank(opts.rootRank, "root", self.communicator.nranks, name)
 
     # ---- names that older and newer callers use

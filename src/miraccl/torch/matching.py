@@ -494,7 +494,10 @@ class TagMatcher:
         it = f"a message with tag {message.tag}"
         what = f"{who} to receive {it}" if message.name == "send" else f"{it} from {who}"
         if limit is not None:
-            text = f"timed out after {limit:g} s waiting for {what}; the message continues"
+            text = (
+                f"Timed out waiting {limit * 1e3:.0f}ms for {what}; "
+                "the message continues after the wait has timed out"
+            )
             raise CollectiveTimeout(text, rank=self.comm.rank, peer=message.peer, op=message.name)
         text = f"rank {self.comm.rank} timed out after {self.timeout:g} s waiting for {what}"
         with self._locked:

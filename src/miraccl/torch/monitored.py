@@ -42,6 +42,11 @@ def barrier(matcher: TagMatcher, number: int, limit: float, wait_all_ranks: bool
             matcher.send(_packed(outcome), peer, tag + 1, NAME)
     if outcome:
         text, *graph = outcome.split("\n")
+        if rank and not text.startswith(f"Rank {rank} timed out"):
+            text = (
+                f"Rank {rank} successfully reached monitoredBarrier, but received errors while "
+                f"waiting for send/recv from rank 0: {text}"
+            )
         raise CollectiveTimeout(
             text, graph=tuple(graph), rank=rank, peer=None if rank == 0 else 0, op=NAME
         )
@@ -69,7 +74,8 @@ def _report(matcher: TagMatcher, tag: int, limit: float) -> str:
         matcher.wait(answer, limit + OUTCOME_S)
     except CollectiveTimeout:
         if matcher.cancel(answer):
-            return f"rank 0 did not reach the barrier within {limit:g} s"
+            rank = matcher.comm.rank
+            return f"Rank {rank} timed out in monitoredBarrier after {limit * 1e3:.0f} ms"
         matcher.wait(answer)  # it was being received
     return bytes(packed.tolist()).rstrip(b"\0").decode("utf-8", "replace")
 
@@ -78,10 +84,11 @@ def _describe(matcher: TagMatcher, missing: list[int], limit: float) -> str:
     """Format the outcome; empty if no rank is missing."""
     if not missing:
         return ""
-    who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+    who = f"Rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+    spent = "" if limit > 0 else "Rank 0 timed out in monitoredBarrier after 0 ms: "
     return "\n".join(
         [
-            f"{who} did not reach the barrier within {limit:g} s",
+            f"{spent}{who} failed to pass monitoredBarrier in {limit * 1e3:.0f} ms",
             *core_access(matcher.comm).wait_for_graph(),
         ]
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import datetime
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from miraccl import clock
 from miraccl.api.communicator import Communicator
-from miraccl.errors import InvalidUsage
+from miraccl.errors import CollectiveTimeout, InvalidUsage
 from miraccl.runtime.core_access import core_access
 from miraccl.torch import monitored
 from miraccl.torch.failures import as_backend_errors
@@ -87,6 +89,17 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
         self._splits = 0
         self._barriers = 0
         self._aborted = False
+        # a group that is collected without destroy_process_group leaves, so that its peers notice
+        self._leave = weakref.finalize(
+            self,
+            _leave_later,
+            self._work_queue,
+            communicator,
+            self._matcher,
+            self._futures,
+            other_backends,
+        )
+        self._leave.atexit = False
 
     # ---- names: the base class keeps its own in backends, of which this group has none
 
@@ -195,6 +208,7 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
         action: Callable[[], Any],
         opts: Any,
         value: Callable[[], Sequence[Any]] | None = None,
+        inputs: Sequence[Any] | None = None,
     ) -> Work:
         # a generator expression costs as much as a small operation
         if not all([place.temporary is None for place in staged]):  # noqa: C419
@@ -209,7 +223,10 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
         start = self._on_gpu_stream if on_gpu else self._on_cpu
         if profiling():
             work = profiled(
-                f"{NAME}:{name}", lambda: start(name, tensors, staged, action, opts), on_gpu
+                f"{NAME}:{name}",
+                lambda: start(name, tensors, staged, action, opts),
+                on_gpu,
+                inputs if inputs is not None else staged[0].tensors if staged else tensors,
             )
         else:
             work = start(name, tensors, staged, action, opts)
@@ -265,6 +282,10 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
             self._access.set_timeout(limit)
             try:
                 action()
+            except CollectiveTimeout as error:  # watchdogs look for the words of Gloo
+                error.message = f"Timed out waiting {limit * 1e3:.0f}ms: {error.message}"
+                error.args = (error.message,)
+                raise
             finally:
                 # the application may have changed the deadline while the action ran
                 self._access.set_timeout(self._matcher.timeout)
@@ -427,6 +448,7 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Finish pending work and leave (``destroy_process_group``)."""
+        self._leave.detach()
         if not self._work_queue.close(CLOSE_WAIT_S):
             self.communicator.abort(
                 "the process group was destroyed while an operation was pending"
@@ -448,3 +470,25 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
         if self._other_backends is not None:
             self._other_backends.abort()
         self.shutdown()
+
+
+def _leave_later(
+    queue: WorkQueue,
+    communicator: Communicator,
+    matcher: TagMatcher,
+    futures: FutureCompletion,
+    other_backends: OtherBackends | None,
+) -> None:
+    """Leave in the background: the garbage collector may run inside any call of this library."""
+
+    def leave() -> None:
+        if not queue.close(CLOSE_WAIT_S):
+            communicator.abort("the process group was dropped while an operation was pending")
+            queue.close(CLOSE_WAIT_S)
+        matcher.close()
+        futures.close(CLOSE_WAIT_S)
+        communicator.finalize()
+        if other_backends is not None:
+            other_backends.close()
+
+    clock.thread(leave, name=f"{NAME}-torch-leave").start()

@@ -224,6 +224,8 @@ def _builtin_comm_hook(original: Callable[..., Any]) -> Callable[..., Any]:
             self.process_group, ProcessGroupMiraccl
         ):
             self.register_comm_hook(self.process_group, default_hooks.fp16_compress_hook)
+            if self.logger is not None:  # under the name that other backends log
+                self.logger._set_comm_hook_name(str(comm_hook_type))
         else:
             original(self, comm_hook_type)
 

@@ -140,7 +140,7 @@ class KernelErrors:
         rank, peer = self._rank, self._global_ranks[report.peer]
         # The awaited peer of copies inside a graph is unknown: the report then names this rank.
         source = "between ranks" if report.peer == self._session_rank else f"from rank {peer}"
-        text = f"rank {rank} waited longer than {timeout_s:.3g} s for {report.awaited} {source}"
+        text = f"rank {rank} timed out: waited {timeout_s:.3g} s for {report.awaited} {source}"
         return CollectiveTimeout(
             text,
             graph=self._wait_graph(report, op, source, snapshot, answers),

@@ -42,8 +42,8 @@ class DeviceWork(Work):
         current: Current | None = None,
         find_wait: Callable[[], Wait | None] | None = None,
     ) -> None:
-        """``current()``: current stream of the arrays' library. ``find_wait()``: wait of a host that
-        waits for this operation, which ends after all earlier ones.
+        """``current()``: current stream of the arrays' library. ``find_wait()``: wait of a host
+        that waits for this operation, which ends after all earlier ones.
         """
         super().__init__(name, find_wait)
         self._polls = 0  # polls that found the operation running
@@ -84,7 +84,7 @@ class DeviceWork(Work):
         while not self.done():
             if end is not None and clock.monotonic() >= end:
                 raise CollectiveTimeout(
-                    f"not finished within {timeout:g} s; it continues on the GPU", op=self.name
+                    f"timed out after {timeout:g} s; it continues on the GPU", op=self.name
                 )
             self._polls += 1
             clock.sleep(POLL_S)

@@ -1,0 +1,94 @@
+"""One backend's run of PyTorch's ``distributed_test``; started by ``tools.torch_suite``.
+
+The tests of PyTorch decide by the name of the backend which of them apply.  They are told ``gloo``,
+so that all tests of CPU backends run, and the groups are then made with the backend under test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import unittest
+from typing import Any
+
+os.environ["BACKEND"] = "gloo"
+os.environ.setdefault("TEMP_DIR", tempfile.mkdtemp(prefix="miraccl-torch-suite-"))
+for _name in ("test_dir", "init_dir"):
+    os.makedirs(os.path.join(os.environ["TEMP_DIR"], _name), exist_ok=True)
+
+import torch.distributed as dist  # noqa: E402
+from torch.testing._internal.distributed import distributed_test  # noqa: E402
+
+BACKEND = os.environ.get("MIRACCL_SUITE_BACKEND", "gloo")
+if BACKEND == "miraccl":
+    import miraccl.torch  # noqa: F401
+
+    if BACKEND not in distributed_test.PROFILING_SUPPORTED_BACKENDS:
+        distributed_test.PROFILING_SUPPORTED_BACKENDS.append(BACKEND)
+
+
+class TestSuite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):  # type: ignore[misc]
+    """PyTorch's tests of a backend, each with freshly spawned ranks."""
+
+    def setUp(self) -> None:
+        """Start the ranks of one test."""
+        super().setUp()
+        self._spawn_processes()
+
+    @classmethod
+    def _run(cls, *args: Any, **kwargs: Any) -> None:
+        """Run one rank, with the backend under test instead of the one that the tests name."""
+        original = dist.init_process_group
+
+        def init_process_group(*init_args: Any, backend: Any = None, **options: Any) -> Any:
+            named = BACKEND if backend == "gloo" else backend
+            return original(*init_args, backend=named, **options)
+
+        dist.init_process_group = init_process_group
+        super()._run(*args, **kwargs)
+
+
+class _Result(unittest.TestResult):
+    """Reports each outcome as a line of JSON on standard output."""
+
+    def _report(self, test: Any, outcome: str, text: str = "") -> None:
+        name = test.id().rsplit(".", 1)[-1]
+        last = [line for line in text.strip().splitlines() if line.strip()]
+        reason = next((ln for ln in reversed(last) if "Error" in ln), last[-1] if last else "")
+        line = json.dumps({"test": name, "outcome": outcome, "reason": reason[:300]})
+        print(line, file=REPORT, flush=True)
+
+    def addSuccess(self, test: Any) -> None:  # noqa: N802
+        """Report a test that passed."""
+        self._report(test, "passed")
+
+    def addFailure(self, test: Any, err: Any) -> None:  # noqa: N802
+        """Report a test whose assertion failed."""
+        self._report(test, "failed", self._exc_info_to_string(err, test))  # type: ignore[attr-defined]
+
+    addError = addFailure  # noqa: N815
+
+    def addSkip(self, test: Any, reason: str) -> None:  # noqa: N802
+        """Report a test that does not apply."""
+        self._report(test, "skipped", reason)
+
+
+REPORT = sys.stdout
+
+
+def main(patterns: list[str]) -> None:
+    """Run the tests whose names contain one of the patterns, or all."""
+    loader = unittest.TestLoader()
+    names = [
+        n
+        for n in loader.getTestCaseNames(TestSuite)
+        if not patterns or any(p in n for p in patterns)
+    ]
+    suite = unittest.TestSuite(TestSuite(name) for name in sorted(names))
+    suite.run(_Result())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
