@@ -36,6 +36,21 @@ def ring_drawing() -> str:
     return draw_svg(catalog.get("ring").build(Collective.ALL_REDUCE, 4))
 
 
+def exchange_drawing() -> str:
+    """The picture of the page about writing algorithms, from the function on that page."""
+    from miraccl.schedule import catalog
+    from miraccl.tools.schedule_draw import draw_svg
+    from miraccl.types import Collective
+
+    page = (DOCS / "guide" / "writing-algorithms.md").read_text("utf-8")
+    code = next(re.finditer(r"```python\n(.*?)```", page, re.DOTALL))[1]
+    exec(compile(code, "exchange.py", "exec"), {"__name__": "exchange"})
+    try:
+        return draw_svg(catalog.get("exchange").build(Collective.ALL_REDUCE, 4))
+    finally:
+        catalog.unregister("exchange")
+
+
 def _commands(
     command: click.Command, context: click.Context, path: str
 ) -> Iterator[tuple[str, str]]:
@@ -107,6 +122,7 @@ FILES: dict[str, Callable[[], str]] = {
     "measurements.md": measurements.render,
     "images/all_reduce_gpu.svg": all_reduce_chart,
     "images/ring.svg": ring_drawing,
+    "images/exchange.svg": exchange_drawing,
     "guide/reference/cli.md": cli_page,
     **diagrams.FILES,
 }

@@ -21,7 +21,8 @@ from miraccl.errors import MiracclError
 from miraccl.schedule import catalog
 from miraccl.tools import cli, doctor, doctor_gpu, env
 from miraccl.tools.findings import DoctorFinding
-from miraccl.tools.schedule_draw import compute_timeline, draw_svg
+from miraccl.tools.schedule_draw import draw_svg
+from miraccl.tools.schedule_timeline import compute_timeline
 from miraccl.types import Collective
 from tests.topo.golden import TOPOLOGIES
 
@@ -305,6 +306,32 @@ def build(collective, nranks, root):
         name="broken_for_a_test", collective=collective, nranks=nranks, parts=1, channels=channels
     )
 """
+
+
+def test_proofs_as_json(tmp_path: Path) -> None:
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(_WRONG_PLUGIN)
+    target = tmp_path / "proofs.json"
+    done = invoke("schedule", "verify", "two_shot", "--ranks", "1-3", "--json", str(target))
+    assert done.exit_code == 0
+    assert len(done.output.splitlines()) == 3
+    records = json.loads(target.read_text())
+    assert [record["ranks"] for record in records] == [1, 2, 3]
+    assert all(record["right"] and record["rank_ordered"] for record in records)
+    assert records[2]["messages"] == 12
+    assert records[2]["error"] == ""
+    command = ["schedule", "verify", "broken_for_a_test", "--load", str(plugin), "--ranks", "2"]
+    process = subprocess.run(
+        [sys.executable, "-m", "miraccl", *command, "--json", "-"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert process.returncode == 1
+    (record,) = json.loads(process.stdout)
+    assert not record["right"]
+    assert "rank 0" in record["error"]
 
 
 def test_a_wrong_schedule_is_rejected(tmp_path: Path) -> None:

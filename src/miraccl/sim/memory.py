@@ -90,9 +90,10 @@ class DataState(InterpreterState):
             return 0
         buffers = self.buffers[rank]
         if local.buffer is Buffer.SCRATCH:
-            # Scratch needs even blocks, whose first part is the largest.
-            size = buffers.view(Buffer.INPUT if buffers.in_counts else Buffer.OUTPUT, 0, number)
-            return int(size.nbytes) * local.chunks
+            # Scratch needs even blocks: its chunk i has the size of part i % parts of any block.
+            block = Buffer.INPUT if buffers.in_counts else Buffer.OUTPUT
+            parts = [chunk % self.schedule.parts for chunk in local]
+            return sum(int(buffers.view(block, part, number).nbytes) for part in parts)
         chunks = range(local.index, local.index + local.chunks)
         return sum(int(buffers.view(local.buffer, chunk, number).nbytes) for chunk in chunks)
 

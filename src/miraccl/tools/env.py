@@ -34,7 +34,9 @@ LAUNCH_VARIABLES = (
     help="Write a list of JSON objects; - is standard output.",
 )
 @click.option(
-    "--markdown", is_flag=True, help="Print the table of docs/guide/reference/settings.md, with defaults only."
+    "--markdown",
+    is_flag=True,
+    help="Print the table of docs/guide/reference/settings.md, with defaults only.",
 )
 @click.option(
     "--set", "only_set", is_flag=True, help="Only settings that differ from their default."

@@ -55,7 +55,7 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
             type=click.IntRange(0),
             default=0,
             show_default=True,
-            help="HubServer of rooted collectives.",
+            help="Root of rooted collectives.",
         ),
         click.option(
             "-c",
@@ -172,6 +172,13 @@ def show(
     type=click.IntRange(1),
     help="Messages that a FIFO holds.  [default: that of the executors]",
 )
+@click.option(
+    "--json",
+    "json_target",
+    type=OutputFile(),
+    metavar="FILE",
+    help="Write a list of JSON objects, one per number of ranks; - is standard output.",
+)
 def verify(
     algo: str,
     collective: str,
@@ -180,6 +187,7 @@ def verify(
     plugin: str | None,
     in_place: bool,
     fifo_depth: int | None,
+    json_target: str | None,
 ) -> None:
     """Prove that ALGO computes its collective: every contribution exactly once, no deadlock, no
     overlapping write; and that it adds in rank order, if it is registered as rank_ordered.
@@ -191,6 +199,7 @@ def verify(
     Examples:
       miraccl schedule verify my_algo --load my_algo.py --collective all_gather --ranks 2-16
       miraccl schedule verify mine.txt
+      miraccl schedule verify ring --ranks 2-64 --json - | jq '.[] | select(.right | not)'
     """
     from miraccl.schedule import catalog
     from miraccl.schedule import verify as proof
@@ -212,9 +221,9 @@ def verify(
                     algorithm.rank_ordered and kind.reduces,
                 )
 
-    wrong = proved = 0
+    records: list[dict[str, Any]] = []
     for built, ordered in builds():
-        name = f"{built.name} {built.collective.label} over {built.nranks} ranks"
+        error = ""
         try:
             proof.verify(
                 built,
@@ -222,20 +231,36 @@ def verify(
                 fifo_depth=fifo_depth or proof.FIFO_DEPTH,
                 rank_ordered=ordered,
             )
-            proved += 1
-            print(
-                f"{name}: right, {'adds in rank order, ' if ordered else ''}{_format_counts(built)}"
-            )
-        except ScheduleError as error:
-            wrong += 1
-            print(f"{name}: WRONG: {error}")
+        except ScheduleError as caught:
+            error = str(caught)
+        steps, messages = _counts(built)
+        records.append(
+            {
+                "name": built.name,
+                "collective": built.collective.label,
+                "ranks": built.nranks,
+                "root": built.root,
+                "in_place": in_place,
+                "right": not error,
+                "rank_ordered": ordered and not error,
+                "most_steps": steps,
+                "messages": messages,
+                "error": error,
+            }
+        )
+        if json_target != "-":
+            print(_format_proof(records[-1]))
+    if json_target:
+        write_json(json_target, records)
+    wrong = any(not record["right"] for record in records)
+    proved = any(record["right"] for record in records)
     if wrong:
         sys.exit(1)
     if not proved:
         raise InvalidUsage(f"cannot verify {algo}: it has no {collective} over {ranks} ranks")
 
 
-@schedule.command(short_help="Draw the messages of an algorithm over time as SVG.")
+@schedule.command(short_help="Draw the messages of an algorithm over time, as SVG or HTML.")
 @_options
 @_ranks_option(256)
 @click.option(
@@ -243,19 +268,45 @@ def verify(
     default="-",
     type=OutputFile(),
     metavar="FILE",
-    help="SVG file; - is standard output.  [default: -]",
+    help="SVG or, with the suffix .html, a page; - is standard output.  [default: -]",
 )
-def draw(algo: str, collective: str, ranks: int, root: int, plugin: str | None, out: str) -> None:
-    """Draw the messages of ALGO over time as SVG: one row per rank, one box per step, an arrow per
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(("svg", "html")),
+    help="Format.  [default: by the suffix of --out, else svg]",
+)
+@click.option(
+    "--fold/--no-fold",
+    default=None,
+    help="Draw ranks and times that look alike once.  [default: from 9 ranks]",
+)
+def draw(
+    algo: str,
+    collective: str,
+    ranks: int,
+    root: int,
+    plugin: str | None,
+    out: str,
+    kind: str | None,
+    fold: bool | None,
+) -> None:
+    """Draw the messages of ALGO over time: one row per rank, one box per step, an arrow per
     message.
 
+    The HTML page shows the messages of the step under the pointer.
+
     \b
-    Example:
+    Examples:
       miraccl schedule draw ring --ranks 4 --out ring.svg
+      miraccl schedule draw double_binary_tree --ranks 64 --out tree.html
     """
     from miraccl.tools.schedule_draw import draw_svg
+    from miraccl.tools.schedule_page import draw_html
 
-    write_text(out, draw_svg(_build(algo, collective, ranks, root, plugin)))
+    built = _build(algo, collective, ranks, root, plugin)
+    is_page = kind == "html" or (kind is None and out.endswith((".html", ".htm")))
+    write_text(out, (draw_html if is_page else draw_svg)(built, fold=fold))
 
 
 @schedule.command(short_help="Run an algorithm on virtual links and a virtual clock.")
@@ -488,12 +539,29 @@ def _parse_ranks(text: str) -> range:
     return range(low, high + 1)
 
 
-def _format_counts(built: Any) -> str:
-    """Format the steps of the busiest rank and the total number of messages."""
+def _counts(built: Any) -> tuple[int, int]:
+    """Return the steps of the busiest rank and the total number of messages."""
     per_rank = [
         sum(len(channel[rank]) for channel in built.channels) for rank in range(built.nranks)
     ]
     messages = sum(
         step.op.sends for channel in built.channels for steps in channel for step in steps
     )
-    return f"at most {max(per_rank)} steps per rank, {messages} messages"
+    return max(per_rank), messages
+
+
+def _format_counts(built: Any) -> str:
+    steps, messages = _counts(built)
+    return f"at most {steps} steps per rank, {messages} messages"
+
+
+def _format_proof(record: dict[str, Any]) -> str:
+    """Format the result of a proof as one line."""
+    name = f"{record['name']} {record['collective']} over {record['ranks']} ranks"
+    if not record["right"]:
+        return f"{name}: WRONG: {record['error']}"
+    ordered = "adds in rank order, " if record["rank_ordered"] else ""
+    return (
+        f"{name}: right, {ordered}at most {record['most_steps']} steps per rank,"
+        f" {record['messages']} messages"
+    )

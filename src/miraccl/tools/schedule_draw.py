@@ -1,198 +1,342 @@
-"""Pictures of schedules: one row per rank, one box per step, one arrow per message, time to the
-right.
+"""Pictures of schedules as SVG: one row per rank, one box per step, one arrow per message.
 
-Time is logical: every step takes one unit after its messages have arrived, messages take none,
-FIFOs never fill. The picture shows dependencies and the length of the longest chain;
-``miraccl.sim`` computes times on links with bandwidth and latency.
+Time is that of ``schedule_timeline``. Boxes carry the primitive, its chunks and its peers; a legend
+explains the primitives that occur and the notation. Ranks and times that look alike are folded
+(``schedule_fold``).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Iterator
 from html import escape
 
-from miraccl.errors import ScheduleError
-from miraccl.schedule.ir import Op, Schedule, Step
+from miraccl.schedule.ir import Buffer, Op, Schedule
 from miraccl.schedule.text import format_step
+from miraccl.tools.schedule_fold import (
+    BUFFER_NAMES,
+    Layout,
+    Row,
+    folded_layout,
+    full_layout,
+)
+from miraccl.tools.schedule_timeline import MessageArrow, StepEvent, compute_timeline
 
-_UNIT, _LANE, _BOX, _LEFT, _TOP = 64, 34, 20, 70, 46
+FOLD_FROM = 9  # ranks from which pictures are folded by default
+
+_CHARACTER = 6.3  # mean width of a character at 11 px
+_LINE, _BOX, _LANE, _GAP, _ELLIPSIS = 14, 48, 58, 22, 64
+_TOP, _LEGEND_LINE, _LEGEND_WIDTH = 92, 19, 64  # px, px, characters: the width of a phone
+_TEXT, _MUTED, _ARROW = "#111111", "#555555", "#444444"
+#: fill and border by kind: tints on which text of ``_TEXT`` has a contrast of at least 12:1
 _COLORS = {
-    "send": "#4477aa",
-    "receive": "#66ccee",
-    "copy": "#bbbbbb",
-    "reduce": "#ee6677",
-    "sync": "#ccbb44",
-}  # Tol, "bright"
+    "send": ("#cfe3f5", "#2f6ea5"),
+    "receive": ("#d5f1f0", "#1d7f7c"),
+    "copy": ("#e6e6e6", "#6b6b6b"),
+    "reduce": ("#fbd9dc", "#b8394a"),
+    "sync": ("#f5ecc3", "#8a7412"),
+}
+_MEANINGS = {
+    Op.SEND: "sends a chunk to the FIFO of the peer",
+    Op.RECV: "stores the received chunk",
+    Op.COPY: "copies a chunk within the rank",
+    Op.RECV_REDUCE: "reduces the received chunk into the destination",
+    Op.RECV_COPY_SEND: "stores the received chunk and forwards it",
+    Op.RECV_REDUCE_SEND: "reduces the received chunk with its own and sends the result",
+    Op.RECV_REDUCE_COPY: "reduces the received chunk with its own and stores the result",
+    Op.RECV_REDUCE_COPY_SEND: "reduces the received chunk with its own, stores and sends it",
+    Op.RECV_REDUCE_ALL: "reduces one chunk of each peer, in the order listed",
+    Op.PUT: "writes a chunk into the memory of the peer",
+    Op.GET: "reads a chunk from the memory of the peer",
+    Op.REDUCE_FROM_PEERS: "reads a chunk from the memory of each peer and reduces them",
+    Op.SIGNAL: "tells the peers that its earlier steps are complete",
+    Op.WAIT: "waits for a signal of each peer",
+    Op.BARRIER: "waits until all ranks are here",
+}
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepEvent:
-    """One step on the logical clock; it runs in the unit that begins at ``start``."""
+def draw_svg(schedule: Schedule, *, fold: bool | None = None) -> str:
+    """Return a self-contained SVG.
 
-    channel: int
-    rank: int
-    number: int
-    step: Step
-    start: int
-
-    @property
-    def end(self) -> int:
-        return self.start + 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class MessageArrow:
-    """A message, or a remote access to memory."""
-
-    sender: StepEvent
-    receiver: StepEvent
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timeline:
-    events: tuple[StepEvent, ...]
-    arrows: tuple[MessageArrow, ...]
-
-    @property
-    def length(self) -> int:
-        return max((e.end for e in self.events), default=0)
-
-
-def compute_timeline(schedule: Schedule) -> Timeline:
-    """Schedule every step at the earliest unit at which its rank is free and its messages have
-    arrived.
-
-    Raise ``ScheduleError`` if steps wait for each other in a cycle.
+    Args:
+        fold: Draw ranks and times that look alike once; None: from ``FOLD_FROM`` ranks.
     """
-    events: list[StepEvent] = []
-    arrows: list[MessageArrow] = []
-    for number, ranks in enumerate(schedule.channels):
-        clock = _ChannelClock(number, ranks)
-        clock.run(schedule.name)
-        events += clock.events
-        arrows += clock.arrows
-    return Timeline(events=tuple(events), arrows=tuple(arrows))
+    return "\n".join(_Picture(schedule, fold).render()) + "\n"
 
 
-class _ChannelClock:
-    """Logical run of one channel: ranks advance until none can."""
+class _Picture:
+    """Geometry and parts of one picture."""
 
-    def __init__(self, channel: int, ranks: tuple[tuple[Step, ...], ...]) -> None:
-        self.events: list[StepEvent] = []
-        self.arrows: list[MessageArrow] = []
-        self._channel = channel
-        self._ranks = ranks
-        self._next = [0] * len(ranks)
-        self._free = [0] * len(ranks)
-        self._messages: dict[tuple[int, int], deque[StepEvent]] = defaultdict(deque)
-        self._signals: dict[tuple[int, int], deque[StepEvent]] = defaultdict(deque)
+    def __init__(self, schedule: Schedule, fold: bool | None) -> None:
+        self.schedule = schedule
+        self.timeline = compute_timeline(schedule)
+        self.folded = schedule.nranks >= FOLD_FROM if fold is None else fold
+        make = folded_layout if self.folded else full_layout
+        self.layout: Layout = make(schedule, self.timeline)
+        shown = {row.rank for row in self.layout.rows}
+        columns = set(self.layout.columns)
+        self.events = [
+            event
+            for event in self.timeline.events
+            if event.rank in shown and event.start in columns
+        ]
+        self.numbers = {
+            (event.channel, event.rank, event.number): number
+            for number, event in enumerate(self.events)
+        }
+        self.texts = [self._lines(event) for event in self.events]
+        longest = max((len(line) for lines in self.texts for line in lines), default=8)
+        self.box = round(max(70, 14 + _CHARACTER * longest))
+        labels = [row.label for row in self.layout.rows if row.rank is not None]
+        self.left = round(24 + _CHARACTER * max(len(label) for label in labels))
+        self._place_columns()
+        self._place_rows()
 
-    def run(self, name: str) -> None:
-        while any(self._next[r] < len(steps) for r, steps in enumerate(self._ranks)):
-            moved = [self._advance(rank) for rank in range(len(self._ranks))]
-            if not any(moved) and not self._pass_barrier():
-                raise ScheduleError(
-                    f"cannot draw {name}: the steps of channel {self._channel} wait for each other"
+    def _place_columns(self) -> None:
+        self.starts: dict[int, int] = {}
+        self.breaks: list[tuple[int, int]] = []  # (x, units left out)
+        x, before = self.left, -1
+        for position, unit in enumerate(self.layout.columns):
+            if unit is None:
+                after = next(
+                    (u for u in self.layout.columns[position + 1 :] if u is not None),
+                    self.timeline.length,
+                )
+                self.breaks.append((x, after - before - 1))
+                x += _ELLIPSIS
+            else:
+                self.starts[unit], before = x, unit
+                x += self.box + _GAP
+        self.right = x
+        self.width = x + 10
+
+    def _place_rows(self) -> None:
+        self.tops: list[int] = []
+        self.top_of: dict[int, int] = {}
+        y = _TOP
+        for row in self.layout.rows:
+            self.tops.append(y)
+            if row.rank is not None:
+                self.top_of[row.rank] = y
+            y += self._height(row) + 8
+        self.bottom = y
+
+    def _height(self, row: Row) -> int:
+        return _LANE * self.schedule.nchannels if row.rank is not None else 26
+
+    def _lines(self, event: StepEvent) -> list[str]:
+        naming = self.layout.naming
+        lines = (event.step.op.name.lower(), naming.operands(event), naming.peers(event))
+        return [line for line in lines if line]
+
+    # ---- parts
+
+    def render(self) -> Iterator[str]:
+        schedule = self.schedule
+        legend = [
+            (kind if number == 0 else "", line)
+            for kind, text in self._legend()
+            for number, line in enumerate(textwrap.wrap(text, _LEGEND_WIDTH))
+        ]
+        height = self.bottom + 30 + _LEGEND_LINE * len(legend)
+        title = f"{schedule.name} {schedule.collective.label} over {schedule.nranks} ranks"
+        texts = [title + " " * 12, self._subtitle(), *(text for _, text in legend)]
+        width = max(self.width, round(40 + _CHARACTER * max(map(len, texts))))
+        yield (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
+            f' viewBox="0 0 {width} {height}" font-family="ui-sans-serif, Helvetica, Arial,'
+            f' sans-serif" font-size="11" fill="{_TEXT}">'
+        )
+        yield f"<title>{escape(title)}</title>"
+        yield (
+            '<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="7" refY="3.5"'
+            f' orient="auto"><path d="M0,0 L7,3.5 L0,7 z" fill="{_ARROW}"/></marker></defs>'
+        )
+        yield '<rect width="100%" height="100%" fill="white"/>'
+        yield f'<text x="12" y="24" font-size="16" font-weight="600">{escape(title)}</text>'
+        yield f'<text x="12" y="44" fill="{_MUTED}">{escape(self._subtitle())}</text>'
+        yield from self._axis()
+        for row, top in zip(self.layout.rows, self.tops, strict=True):
+            yield from self._row(row, top)
+        yield from self._arrows()
+        for event, lines in zip(self.events, self.texts, strict=True):
+            yield from self._box(event, lines)
+        yield from self._labels()
+        for number, (kind, text) in enumerate(legend):
+            yield from self._legend_line(self.bottom + 34 + _LEGEND_LINE * number, kind, text)
+        yield "</svg>"
+
+    def _subtitle(self) -> str:
+        steps = self.timeline.length
+        text = f"{steps} step{'s' * (steps != 1)} in time"
+        if self.schedule.nchannels > 1:
+            text += f", {self.schedule.nchannels} channels, one line each"
+        return text
+
+    def _axis(self) -> Iterator[str]:
+        y = _TOP - 12
+        yield (f'<text x="{self.left}" y="{y - 14}" fill="{_MUTED}">time, in steps →</text>')
+        for unit, x in self.starts.items():
+            yield (
+                f'<line x1="{x - 5}" y1="{y}" x2="{x - 5}" y2="{self.bottom}" stroke="#d5d5d5"/>'
+                f'<text x="{x}" y="{y + 4}" fill="{_MUTED}">{unit}</text>'
+            )
+        for x, missing in self.breaks:
+            yield f'<text x="{x}" y="{y + 4}" fill="{_MUTED}">⋯ {missing} more</text>'
+
+    def _row(self, row: Row, top: int) -> Iterator[str]:
+        height = self._height(row)
+        if row.rank is None:
+            yield f'<text x="{self.left}" y="{top + 17}" fill="{_MUTED}">{escape(row.label)}</text>'
+            return
+        yield (
+            f'<rect x="{self.left - 8}" y="{top}" width="{self.right - self.left}"'
+            f' height="{height}" fill="#f6f6f6"/>'
+        )
+        for x, _ in self.breaks:
+            yield (
+                f'<text x="{x + 14}" y="{top + height / 2 + 6:g}" font-size="18"'
+                f' fill="{_MUTED}">⋯</text>'
+            )
+
+    def _labels(self) -> Iterator[str]:
+        """Draw the names of the rows as one group, over the rest: a page keeps it in view."""
+        yield (
+            f'<g id="labels"><rect x="0" y="{_TOP - 2}" width="{self.left - 9}"'
+            f' height="{self.bottom - _TOP}" fill="white"/>'
+        )
+        for row, top in zip(self.layout.rows, self.tops, strict=True):
+            if row.rank is not None:
+                y = top + self._height(row) / 2 + 4
+                yield f'<text x="12" y="{y:g}">{escape(row.label)}</text>'
+        yield "</g>"
+
+    def _middle(self, event: StepEvent) -> float:
+        return self.top_of[event.rank] + event.channel * _LANE + _LANE / 2
+
+    def _box(self, event: StepEvent, lines: list[str]) -> Iterator[str]:
+        x, middle = self.starts[event.start], self._middle(event)
+        fill, border = _COLORS[_kind(event.step.op)]
+        tip = (
+            f"rank {event.rank}, channel {event.channel}, step {event.number}:"
+            f" {format_step(event.step)}"
+        )
+        number = self.numbers[event.channel, event.rank, event.number]
+        yield (
+            f'<g class="step" id="s{number}"><title>{escape(tip)}</title><rect x="{x}"'
+            f' y="{middle - _BOX / 2:g}" width="{self.box}" height="{_BOX}" rx="4" fill="{fill}"'
+            f' stroke="{border}"/>'
+        )
+        first = middle + 4 - _LINE * (len(lines) - 1) / 2
+        for position, line in enumerate(lines):
+            weight = ' font-weight="600"' if position == 0 else ""
+            yield (
+                f'<text x="{x + 6}" y="{first + _LINE * position:g}"{weight}>{escape(line)}</text>'
+            )
+        yield "</g>"
+
+    def _arrows(self) -> Iterator[str]:
+        """Draw the messages; ends whose other end is not in the picture become short arrows."""
+        for arrow in self.timeline.arrows:
+            sender, receiver = self._number(arrow.sender), self._number(arrow.receiver)
+            if self.folded and self._is_folded(arrow):
+                if sender is not None:
+                    yield self._stub(arrow.sender, "out", f"s{sender}")
+                if receiver is not None:
+                    yield self._stub(arrow.receiver, "in", f"s{receiver}")
+            elif sender is not None and receiver is not None:
+                x1, y1 = self.starts[arrow.sender.start] + self.box, self._middle(arrow.sender)
+                x2, y2 = self.starts[arrow.receiver.start], self._middle(arrow.receiver)
+                yield (
+                    f'<line class="message" data-ends="s{sender} s{receiver}" x1="{x1}"'
+                    f' y1="{y1:g}" x2="{x2}" y2="{y2:g}" stroke="{_ARROW}"'
+                    ' marker-end="url(#tip)"/>'
                 )
 
-    def _advance(self, rank: int) -> bool:
-        """Run the steps of ``rank`` up to one that must wait; return True if there were any."""
-        moved = False
-        while self._next[rank] < len(self._ranks[rank]):
-            step = self._ranks[rank][self._next[rank]]
-            queues = self._required_queues(rank, step)
-            if step.op is Op.BARRIER or not all(queues):
-                return moved
-            self._place_step(rank, step, [queue.popleft() for queue in queues])
-            moved = True
-        return moved
+    def _is_folded(self, arrow: MessageArrow) -> bool:
+        """Return True unless both ends are drawn and stand for themselves."""
+        counts = {row.rank: row.count for row in self.layout.rows}
+        ends = (arrow.sender, arrow.receiver)
+        return any(self._number(end) is None or counts.get(end.rank, 0) != 1 for end in ends)
 
-    def _required_queues(self, rank: int, step: Step) -> list[deque[StepEvent]]:
-        """Return the queues that must hold a message each before the step can run."""
-        if step.op is Op.WAIT:
-            return [self._signals[peer, rank] for peer in step.peers]
-        return [self._messages[peer, rank] for peer in step.senders(rank)]
+    def _number(self, event: StepEvent) -> int | None:
+        return self.numbers.get((event.channel, event.rank, event.number))
 
-    def _place_step(self, rank: int, step: Step, arrived: list[StepEvent]) -> None:
-        start = max([self._free[rank], *(e.end for e in arrived)])
-        event = StepEvent(
-            channel=self._channel, rank=rank, number=self._next[rank], step=step, start=start
+    def _stub(self, event: StepEvent, direction: str, step: str) -> str:
+        x, middle = self.starts[event.start], self._middle(event)
+        x1, y1, x2, y2 = (
+            (x + self.box, middle + 8, x + self.box + 15, middle + 20)
+            if direction == "out"
+            else (x - 15, middle - 20, x, middle - 8)
         )
-        self.events.append(event)
-        self.arrows += [MessageArrow(sender=sender, receiver=event) for sender in arrived]
-        self._free[rank] = event.end
-        self._next[rank] += 1
-        if step.op.sends and step.send_peer is not None:
-            self._messages[rank, step.send_peer].append(event)
-        if step.op is Op.SIGNAL:
-            for peer in step.peers:
-                self._signals[rank, peer].append(event)
-
-    def _pass_barrier(self) -> bool:
-        """Release all ranks if each of them waits at a barrier; return True if so."""
-        waiting = [
-            self._next[r] < len(steps) and steps[self._next[r]].op is Op.BARRIER
-            for r, steps in enumerate(self._ranks)
-        ]
-        if not all(waiting):
-            return False
-        self._free = [max(self._free)] * len(self._free)
-        for rank, steps in enumerate(self._ranks):
-            self._place_step(rank, steps[self._next[rank]], [])
-        return True
-
-
-def draw_svg(schedule: Schedule) -> str:
-    """Draw a self-contained SVG; channels are sub-rows of each rank, boxes have tooltips."""
-    timeline = compute_timeline(schedule)
-    height_of_rank = _LANE * schedule.nchannels + 10
-    width = _LEFT + _UNIT * max(1, timeline.length) + 20
-    height = _TOP + height_of_rank * schedule.nranks + 34
-
-    def middle(event: StepEvent) -> float:
-        return _TOP + event.rank * height_of_rank + event.channel * _LANE + _LANE / 2
-
-    title = (
-        f"{schedule.name}: {schedule.collective.label}, nranks {schedule.nranks}, channels"
-        f" {schedule.nchannels}, parts {schedule.parts}"
-    )
-    parts = [
-        (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0'
-            f' 0 {width} {height}" font-family="sans-serif" font-size="11">'
-        ),
-        f"<title>{escape(title)}</title>",
-        (
-            '<defs><marker id="tip" markerWidth="7" markerHeight="7" refX="6" refY="3"'
-            ' orient="auto"><path d="M0,0 L6,3 L0,6 z"/></marker></defs>'
-        ),
-        '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="10" y="18" font-size="14">{escape(title)}</text>',
-    ]
-    parts += _axis(timeline.length, height)
-    for rank in range(schedule.nranks):
-        top = _TOP + rank * height_of_rank
-        parts.append(
-            f'<rect x="{_LEFT}" y="{top}" width="{width - _LEFT - 10}"'
-            f' height="{height_of_rank - 8}" fill="#f4f4f4"/>'
+        return (
+            f'<line class="message" data-ends="{step}" x1="{x1:g}" y1="{y1:g}" x2="{x2:g}"'
+            f' y2="{y2:g}" stroke="{_ARROW}" marker-end="url(#tip)"/>'
         )
-        parts.append(f'<text x="10" y="{top + height_of_rank / 2:g}">rank {rank}</text>')
-    parts += [_box(event, middle(event)) for event in timeline.events]
-    parts += [
-        _arrow(arrow, middle(arrow.sender), middle(arrow.receiver)) for arrow in timeline.arrows
-    ]
-    parts += _legend(height)
-    return "\n".join([*parts, "</svg>"]) + "\n"
+
+    # ---- legend
+
+    def _legend(self) -> Iterator[tuple[str, str]]:
+        """Yield (kind of box or an empty string, text) per line."""
+        for op in sorted({event.step.op for event in self.events}, key=_legend_order):
+            yield _kind(op), f"{op.name.lower()}: {_MEANINGS[op]}"
+        buffers = sorted(
+            {
+                ref.buffer
+                for event in self.events
+                for ref in (event.step.src, event.step.dst)
+                if ref is not None
+            }
+        )
+        if buffers:
+            names = ", ".join(
+                f"{BUFFER_NAMES[b]}[i] is chunk i of the {_BUFFER_MEANINGS[b]}" for b in buffers
+            )
+            several = any(
+                ref.chunks > 1
+                for event in self.events
+                for ref in (event.step.src, event.step.dst)
+                if ref is not None
+            )
+            yield (
+                "",
+                f"{names}; {self._chunk_note()}"
+                + ("; [i+3] means 3 chunks from i" if several else ""),
+            )
+        if self.timeline.arrows:
+            yield (
+                "",
+                "an arrow is a message"
+                + ("; a short one leads to a rank or time that is not drawn" * self.folded),
+            )
+        if self.layout.naming.note:
+            yield "", self.layout.naming.note
+        if self.folded and len(self.layout.rows) < self.schedule.nranks:
+            yield "", "ranks that do the same are one row; repeated times are left out (⋯)"
+
+    def _chunk_note(self) -> str:
+        parts = self.schedule.parts
+        blocks = max(1, self.schedule.input_chunks // parts, self.schedule.output_chunks // parts)
+        cut = "is one chunk" if parts == 1 else f"is cut into {parts} chunks"
+        if blocks > 1:
+            return f"each of the {blocks} blocks {cut}"
+        return f"the buffer {cut}"
+
+    def _legend_line(self, y: int, kind: str, text: str) -> Iterator[str]:
+        if kind:
+            fill, border = _COLORS[kind]
+            yield (
+                f'<rect x="12" y="{y - 10}" width="13" height="13" rx="2" fill="{fill}"'
+                f' stroke="{border}"/>'
+            )
+        yield f'<text x="34" y="{y}">{escape(text)}</text>'
 
 
-def _axis(length: int, height: int) -> list[str]:
-    return [
-        f'<g stroke="#dddddd"><line x1="{_LEFT + t * _UNIT}" y1="{_TOP - 8}"'
-        f' x2="{_LEFT + t * _UNIT}" y2="{height - 30}"/></g><text x="{_LEFT + t * _UNIT}"'
-        f' y="{_TOP - 12}" fill="#888888">{t}</text>'
-        for t in range(length + 1)
-    ]
+_BUFFER_MEANINGS = {
+    Buffer.INPUT: "input",
+    Buffer.OUTPUT: "output",
+    Buffer.SCRATCH: "scratch memory",
+}
 
 
 def _kind(op: Op) -> str:
@@ -205,38 +349,5 @@ def _kind(op: Op) -> str:
     return "copy" if op is Op.COPY else "sync"
 
 
-def _box(event: StepEvent, middle: float) -> str:
-    x, y = _LEFT + event.start * _UNIT + 4, middle - _BOX / 2
-    ref = event.step.dst or event.step.src
-    label = (
-        f"{ref.buffer.name[0].lower()}{ref.index}" + (f"+{ref.chunks}" if ref.chunks > 1 else "")
-        if ref
-        else ""
-    )
-    tip = (
-        f"rank {event.rank}, channel {event.channel}, step {event.number}:"
-        f" {format_step(event.step)}"
-    )
-    return (
-        f'<g><title>{escape(tip)}</title><rect x="{x}" y="{y:g}" width="{_UNIT - 12}"'
-        f' height="{_BOX}" rx="3" fill="{_COLORS[_kind(event.step.op)]}"/><text x="{x + 4}"'
-        f' y="{middle + 4:g}">{escape(label)}</text></g>'
-    )
-
-
-def _arrow(arrow: MessageArrow, y1: float, y2: float) -> str:
-    x1 = _LEFT + arrow.sender.end * _UNIT - 8
-    x2 = _LEFT + arrow.receiver.start * _UNIT + 4
-    return (
-        f'<line x1="{x1}" y1="{y1:g}" x2="{x2}" y2="{y2:g}" stroke="black" stroke-width="0.8"'
-        ' marker-end="url(#tip)" opacity="0.7"/>'
-    )
-
-
-def _legend(height: int) -> list[str]:
-    parts = []
-    for number, (name, color) in enumerate(_COLORS.items()):
-        x = _LEFT + number * 90
-        parts.append(f'<rect x="{x}" y="{height - 22}" width="12" height="12" fill="{color}"/>')
-        parts.append(f'<text x="{x + 17}" y="{height - 12}">{name}</text>')
-    return parts
+def _legend_order(op: Op) -> tuple[int, int]:
+    return list(_COLORS).index(_kind(op)), int(op)

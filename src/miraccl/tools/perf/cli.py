@@ -56,7 +56,7 @@ from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
 @click.option(
     "--root",
     type=click.IntRange(0),
-    help="HubServer of broadcast, reduce, gather and scatter.  [default: 0]",
+    help="Root of broadcast, reduce, gather and scatter.  [default: 0]",
 )
 @click.option(
     "-n",
