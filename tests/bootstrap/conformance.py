@@ -74,7 +74,9 @@ class SessionConformance:
 
     def test_late_ranks_are_named(self, open: Any) -> None:
         sessions = open(3).sessions
-        with pytest.raises(CollectiveTimeout, match=r"ranks 1 and 2 of 3 did not arrive within 0\.1"):
+        with pytest.raises(
+            CollectiveTimeout, match=r"ranks 1 and 2 of 3 did not arrive within 0\.1"
+        ):
             sessions[0].all_gather(b"", "x", 0.1)
 
     def test_a_gather_can_be_ended(self, open: Any) -> None:

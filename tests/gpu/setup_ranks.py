@@ -145,7 +145,7 @@ def deadline_in_phases(apart: bool, what: str) -> dict[str, Any]:
             )
 
         _at_phases(("gpu", "fabric", "direct"), third)
-        cast(Any, FdChannel).take = lambda door, peers, deadline, *more: take(
+        cast(Any, FdChannel).receive = lambda door, peers, deadline, *more: take(
             door, peers, passed(deadline), *more
         )
         begun = time.monotonic()
@@ -169,14 +169,14 @@ def absent(apart: bool, stage: str) -> dict[str, Any]:
                 clock.pass_at(args[-1])
                 push(*args)
 
-            cast(Any, FdChannel).push = late
+            cast(Any, FdChannel).send = late
         else:
             take = FdChannel.receive
 
             def take_until(door: FdChannel, peers: Any, deadline: Deadline, *more: Any) -> Any:
                 return take(door, peers, clock.pass_at(deadline), *more)
 
-            cast(Any, FdChannel).take = take_until
+            cast(Any, FdChannel).receive = take_until
             _at_phases(("gpu mapped",), clock.pass_at)
         return clock.told(me, me.set_up)
 
@@ -262,7 +262,7 @@ def dies_before_descriptors() -> dict[str, Any]:
         me = SetupRank(world, False, 600.0)
         if me.rank == 1:
             vars_of: Any = FdChannel
-            vars_of.push = lambda *args: os._exit(3)
+            vars_of.send = lambda *args: os._exit(3)
         return me.error_of(me.set_up)
 
 

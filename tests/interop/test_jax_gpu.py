@@ -67,9 +67,7 @@ def collectives(dtype: str) -> dict[str, list[float]]:
                 comm.all_reduce(x)
             if n <= torch.cuda.device_count() and n > 1:
                 other = jax.device_put(x, jax.devices("gpu")[(ordinal + 1) % n])
-                with pytest.raises(
-                    miraccl.InvalidUsage, match=f"x is on GPU {(ordinal + 1) % n}"
-                ):
+                with pytest.raises(miraccl.InvalidUsage, match=f"x is on GPU {(ordinal + 1) % n}"):
                     comm.all_reduce(other, out=out)
                 torch.cuda.set_device(ordinal)  # JAX left the other one as the thread's
             back = {name: jax.dlpack.from_dlpack(result) for name, result in results.items()}

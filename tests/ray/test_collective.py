@@ -10,7 +10,8 @@ import pytest
 
 ray = pytest.importorskip("ray")
 pytest.importorskip(
-    "ray.util.collective.backend_registry", reason="this version of Ray does not accept custom backends"
+    "ray.util.collective.backend_registry",
+    reason="this version of Ray does not accept custom backends",
 )
 
 import ray.util.collective as col  # noqa: E402

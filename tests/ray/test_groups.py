@@ -167,9 +167,7 @@ def test_a_deadline(three: list[Any]) -> None:
 def test_an_actor_that_is_busy_or_dead(three: list[Any], gates: list[Any]) -> None:
     get([actor.where.remote() for actor in three])  # they have started
     busy = three[1].hold.remote(gates[0])
-    with pytest.raises(
-        BootstrapError, match=r"no reply from rank 1 of 3 by the deadline .*busy"
-    ):
+    with pytest.raises(BootstrapError, match=r"no reply from rank 1 of 3 by the deadline .*busy"):
         miraccl.ray.create_group(three, meet_timeout=2.0)
     get(gates[0].open.remote())
     get(busy)

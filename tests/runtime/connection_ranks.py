@@ -17,6 +17,7 @@ import numpy as np
 import miraccl
 from miraccl.deadline import Deadline
 from miraccl.errors import MiracclError
+from miraccl.proxy import Proxy, engine
 from miraccl.transport.connect_round import ConnectRound
 from miraccl.transport.socket import SocketTransport
 from miraccl.wire.stream import HandshakeState
@@ -41,7 +42,7 @@ def broken(how: str) -> Any:
     comm.barrier()
     together(comm)
     if comm.rank == 0:
-        sock = comm._core.fabric._proxy._drivers[1].streams[0]._sock
+        sock = comm._core.fabric._proxy._links[1].connection.streams[0]
         if how == "closed":
             sock.shutdown(socket.SHUT_RDWR)
         else:  # between two messages: the proxy is asleep
@@ -64,10 +65,10 @@ def broken_early() -> Any:
     def connect_and_break(transport: SocketTransport, infos: Any) -> Any:
         pairs = connect(transport, infos)
         for peer in pairs:
-            driver = transport._proxy._drivers[peer]  # type: ignore[attr-defined]
+            link = transport._proxy._links[peer]  # type: ignore[attr-defined]
             with contextlib.suppress(OSError):  # the peer was faster
-                driver.streams[0]._sock.shutdown(socket.SHUT_RDWR)
-            wait_until(lambda driver=driver: not driver.link.alive)
+                link.connection.streams[0].shutdown(socket.SHUT_RDWR)
+            wait_until(lambda link=link: not link.alive)
         return pairs
 
     SocketTransport.connect = connect_and_break  # type: ignore[method-assign, assignment]
@@ -127,6 +128,9 @@ def absent_while_connecting() -> Any:
 def slow() -> float:
     """Exchange messages over a network that stalls for a second."""
     act_as_hosts(1)
+    # The proxy in Python, whose streams can be stalled.
+    vars_of: Any = engine
+    vars_of.ProgressEngine = lambda control, **arguments: Proxy(**arguments)
     with miraccl.init(timeout=30) as comm:
         x, out, other = np.full(350_000, comm.rank + 1.0), np.zeros(350_000), 1 - comm.rank
         comm.sendrecv(x[:9], other, out[:9], other)

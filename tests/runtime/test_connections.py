@@ -56,7 +56,7 @@ def test_connection_cut_before_welcome_is_reported_on_both_ranks() -> None:
 def test_rank_that_does_not_connect_is_named_at_the_deadline() -> None:
     got = run_ranks(connection_ranks.absent_while_connecting, 2, timeout=40)
     assert got[0]["type"] == "BootstrapError"
-    assert "no TCP connection with ranks [1] after 30 s" in got[0]["text"]
+    assert "cannot connect to ranks [1] over TCP within 30 s" in got[0]["text"]
     assert got[0]["seconds"] < SECONDS
     assert got[1]["type"] == "PeerDied"
     assert "rank 0 left while the ranks were connecting" in got[1]["text"]

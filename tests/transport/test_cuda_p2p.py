@@ -108,7 +108,7 @@ def test_no_way_is_an_error_that_names_the_pair_on_every_rank() -> None:
     for outcome in outcomes:
         assert outcome.error is not None
         assert (
-            "SystemFailure: ranks 0 and 1 have no way to exchange GPU data: P2P_DISABLE is 1 on rank 1"
+            "SystemFailure: ranks 0 and 1 cannot exchange GPU data: P2P_DISABLE is 1 on rank 1"
             in outcome.error
         )
         assert "cuMemHostRegister" in outcome.error

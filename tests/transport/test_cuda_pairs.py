@@ -146,7 +146,8 @@ def test_a_rank_may_insist_on_virtual_memory_management() -> None:
 def test_a_pair_without_a_way_is_named() -> None:
     three = [facts(0), facts(1, shm_disable=True, p2p_disable=True), facts(2)]
     with pytest.raises(
-        SystemFailure, match=r"ranks 0 and 1 have no way.*P2P_DISABLE is 1 on rank 1.*SHM_DISABLE"
+        SystemFailure,
+        match=r"ranks 0 and 1 cannot exchange GPU data.*P2P_DISABLE is 1 on rank 1.*SHM_DISABLE",
     ) as caught:
         pairs.choose_mappings(three, [[1] * 3] * 3, paths(), {})
     assert "MIRACCL_HOSTID" in str(caught.value)
@@ -210,7 +211,7 @@ def test_every_decision_keeps_the_rules_and_is_the_same_seen_from_both_ends(
 
 def test_records_survive_their_journey() -> None:
     assert GpuFacts.from_json(facts(3, cumem=1).to_json(), 3) == facts(3, cumem=1)
-    with pytest.raises(ProtocolError, match="calls itself rank 3"):
+    with pytest.raises(ProtocolError, match="it names rank 3"):
         GpuFacts.from_json(facts(3).to_json(), 2)
     with pytest.raises(ProtocolError):
         GpuFacts.from_json(b'{"rank": 1}', 1)

@@ -1,1 +1,4 @@
-"""Ways between ranks: shared memory, TCP, memory of GPUs. ``base`` says what a transport is; ``comm.fabric`` chooses one for each pair."""
+"""Transports between ranks: shared memory, TCP, threads of one process, and mappings of GPU memory.
+
+``base`` is the contract, ``registry`` the table from which the transport of each pair is chosen.
+"""

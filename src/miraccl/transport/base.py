@@ -189,7 +189,9 @@ class ProxyPort(Protocol):
         """
 
     def abort(self, text: str) -> None:
-        """Send ``text`` to all peers that still read, and close; memory is not touched afterwards."""
+        """Send ``text`` to all peers that still read, and close; memory is not touched
+        afterwards.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,12 @@
-"""The meeting of ranks over TCP: dials, accepts and shakes hands until each asked peer has all its streams.
+"""Connection of TCP streams: dials, accepts and authenticates until each peer has all its streams.
 
-A ``Meeting`` is one call of ``connect``.  Its rules are in the head of ``transport.socket``; the proofs themselves are those of
-``wire.stream``.  It owns sockets until they are proven; proven ones belong to its caller.
+A ``ConnectRound`` is one call of ``connect``. The rules are in ``transport.socket``; the proofs are
+those of ``wire.stream``. It owns sockets until they are proven; proven ones belong to its caller.
 
-A call that fails is made again, at the peer's next address and after a growing pause, until the deadline: ports of this host may be used
-up, a connection be dropped among a crowd of strangers.  Only a peer at whose addresses nobody listens is given up earlier: it has listened
-since before it told them.
+A failed connection attempt is repeated at the peer's next address and after a growing pause, until
+the deadline: ports of this host may be exhausted, or the connection dropped among many
+unauthenticated ones. Only a peer whose addresses all refuse is given up earlier: it has been
+listening since before it published them.
 """
 
 from __future__ import annotations
@@ -43,18 +44,21 @@ log = trace.logger("socket")
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_UNAUTHENTICATED = 64
 CHECK_INTERVAL_S = 0.2
+#: Pauses between two rounds of attempts at all addresses of a peer; each is twice the one before.
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.005, 0.5
-"""Between two rounds of calls at all addresses of a peer; each is twice as long as the one before."""
+#: Time after which a peer whose kernel refuses every connection is given up.
 REFUSED_TIMEOUT_S = 3.0
-"""After which a peer that nobody answers for but its kernel, which refuses, is given up."""
+#: Pause after an accept failed.
 ACCEPT_RETRY_S = 0.01
-"""Before the next look at the queue, when a connection in it cannot be taken."""
+#: Idle time, interval and count: a host that vanishes without a FIN is noticed after 25 s.
 KEEPALIVE_S = (10, 5, 3)
-"""Idle time, interval and count: a host that vanishes without a FIN is noticed after 25 s."""
 
 
 def set_tcp_options(sock: socket.socket, buffer_bytes: int) -> None:
-    """Options that must be set before the connection exists (the window scale is negotiated then), and those that need not."""
+    """Set the socket options of a stream.
+
+    Some must be set before the connection exists, because the window scale is negotiated then.
+    """
     if buffer_bytes:
         # a C int; the kernel has a lower limit of its own
         buffer_bytes = min(buffer_bytes, (1 << 31) - 1)
@@ -69,12 +73,13 @@ def set_tcp_options(sock: socket.socket, buffer_bytes: int) -> None:
 
 
 def family_of(address: str) -> socket.AddressFamily:
+    """Return the address family of a numeric IP address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerStreams:
-    """A peer to meet: where it listens, and how many streams the two agree on."""
+    """Listening addresses of a peer, and the number of streams that the two ranks agree on."""
 
     addresses: tuple[tuple[str, int], ...]
     nstreams: int
@@ -99,7 +104,7 @@ def rails_of(addresses: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class ProvenStream:
-    """A socket whose other end knows the secret."""
+    """Socket whose other end knows the secret."""
 
     sock: socket.socket
     identity: StreamIdentity
@@ -107,7 +112,9 @@ class ProvenStream:
 
 @dataclass(kw_only=True)
 class _DialAttempt:
-    """One of our streams, until it is proven. ``turn`` counts its tries, the next of which is due at the time ``due``."""
+    """Outgoing stream that is not proven yet; ``turn`` counts its attempts, the next one is due at
+    ``due``.
+    """
 
     peer: int
     stream: int
@@ -116,7 +123,7 @@ class _DialAttempt:
 
 
 class _PendingStream:
-    """One socket on its way to being proven; ``call`` is None for a stranger, who may be a peer."""
+    """Socket that is not proven yet; ``attempt`` is None for an accepted one."""
 
     def __init__(
         self,
@@ -137,8 +144,11 @@ class _PendingStream:
 class ConnectRound:
     """One call of ``connect`` by ``rank`` for ``peers``.
 
-    ``key`` is the job's, ``parked`` holds proven streams of peers that nobody has asked for yet: (rank, stream) -> stream.  ``deadline``
-    bounds ``run``.  ``check`` is called every ``CHECK_S`` seconds and raises if there is nobody to meet any more.
+    Args:
+        key: Key of the job.
+        parked: (rank, stream) -> proven streams of peers that were not requested yet.
+        deadline: End of ``run``.
+        check: Called every ``CHECK_INTERVAL_S`` seconds; raises if the round cannot succeed.
     """
 
     def __init__(
@@ -161,11 +171,11 @@ class ConnectRound:
         self._buffer_bytes = buffer_bytes
         self._deadline = deadline
         self._pending: set[_PendingStream] = set()
-        self._attempts: list[_DialAttempt] = []  # those that are to be made
+        self._attempts: list[_DialAttempt] = []  # to be made
         self._proven: dict[tuple[int, int], ProvenStream] = {}
         self._last_errors: dict[int, str] = {}
-        self._refused_since: dict[int, float] = {}  # since when nothing but refusals came
-        with as_system_failure("the ranks of other hosts cannot be met", rank=rank):
+        self._refused_since: dict[int, float] = {}  # time of the first of only refusals
+        with as_system_failure("cannot connect to ranks of other hosts", rank=rank):
             self._selector = selectors.DefaultSelector()
             try:
                 for listener in listeners:
@@ -175,7 +185,7 @@ class ConnectRound:
                 raise
 
     def run(self) -> dict[int, list[ProvenStream]]:
-        """Proven streams per peer, in order of their numbers."""
+        """Return the proven streams of each peer, ordered by stream number."""
         for peer in self._peers:
             rails = rails_of([address for address, _ in self._peers[peer].addresses])
             for stream in range(self._nstreams(peer)):
@@ -208,7 +218,7 @@ class ConnectRound:
         return {p: [self._proven[p, s] for s in range(self._nstreams(p))] for p in self._peers}
 
     def close(self) -> None:
-        """Drop who is not proven; proven sockets belong to the caller."""
+        """Close unproven sockets; proven ones belong to the caller."""
         for stream in list(self._pending):
             self._drop(stream)
         self._selector.close()
@@ -232,16 +242,18 @@ class ConnectRound:
             f"; rank {p}: {self._last_errors[p]}" for p in missing if p in self._last_errors
         )
         return BootstrapError(
-            f"no TCP connection with ranks {missing} after {self._deadline.seconds:g} s{reasons}",
+            f"cannot connect to ranks {missing} over TCP within {self._deadline.seconds:g} s"
+            f"{reasons}",
             rank=self._rank,
             peer=missing[0],
-            hint="MIRACCL_SOCKET_IFNAME chooses the interfaces; a firewall must let all ports through between the hosts",
+            hint="MIRACCL_SOCKET_IFNAME chooses the interfaces; firewalls between the hosts must "
+            "allow all ports",
         )
 
-    # --- our calls
+    # --- outgoing connections
 
     def _dial(self) -> None:
-        """Make the calls that are due."""
+        """Start the attempts that are due."""
         now = clock.monotonic()
         due = [attempt for attempt in self._attempts if attempt.due <= now]
         self._attempts = [attempt for attempt in self._attempts if attempt.due > now]
@@ -282,7 +294,9 @@ class ConnectRound:
         return sock
 
     def _schedule_retry(self, attempt: _DialAttempt, address: str, error: OSError) -> None:
-        """A call has failed: it is made again later. Raises ``SystemFailure`` when the peer is given up."""
+        """Schedule the next attempt after a failure. Raises ``SystemFailure`` to give the peer
+        up.
+        """
         now, peer = clock.monotonic(), attempt.peer
         self._last_errors[peer] = f"{address}: {error.strerror or error}"
         if error.errno != errno.ECONNREFUSED:
@@ -298,14 +312,14 @@ class ConnectRound:
         )
         self._attempts.append(attempt)
 
-    # --- their calls
+    # --- incoming connections
 
     def _accept(self, listener: socket.socket) -> None:
         try:
             sock, _ = listener.accept()
         except BlockingIOError:
             return
-        except OSError:  # it has gone again, or there are no descriptors left
+        except OSError:  # the peer closed again, or no descriptor is free
             clock.sleep(ACCEPT_RETRY_S)
             return
         strangers = [a for a in self._pending if a.attempt is None]
@@ -320,7 +334,7 @@ class ConnectRound:
             deadline=clock.monotonic() + HANDSHAKE_TIMEOUT_S,
             rank=self._rank,
         )
-        with suppress(OSError):  # no memory for one more: if it is a peer, it calls again
+        with suppress(OSError):  # out of memory: a peer will connect again
             self._register(_PendingStream(sock, machine), selectors.EVENT_READ)
 
     # --- both
@@ -334,12 +348,12 @@ class ConnectRound:
         self._pending.add(stream)
 
     def _advance(self, stream: _PendingStream) -> None:
-        """The socket is ready for what the handshake waits for."""
+        """Continue a handshake whose socket is ready."""
         try:
             if stream.connecting:
                 finish_connect(stream.sock)
                 stream.connecting = False
-                # it answers once it calls connect, which may be late
+                # The peer answers when it calls ``connect``, which may be late.
                 stream.machine.deadline = self._deadline.at
             elif not stream.outgoing:
                 self._read(stream)
@@ -402,7 +416,10 @@ class ConnectRound:
             )
 
     def _store_proven(self, proven: ProvenStream, peer: int) -> None:
-        """For this call, or for a later one; a second stream of the same number replaces the first, whose caller has given up."""
+        """Store a stream for this call or a later one.
+
+        A second stream of the same number replaces the first, whose initiator has given up.
+        """
         shelf = self._proven if peer in self._peers else self._parked
         replaced = shelf.pop((peer, proven.identity.stream), None)
         if replaced:

@@ -1,10 +1,11 @@
 """File descriptors from rank to rank of a host, over Unix sockets.
 
-Each rank opens a door: a listening socket with a random name in the abstract namespace, which leaves nothing behind.  Name and a random
-token travel with everything else that ranks tell each other, over the authenticated control plane.  Then every rank calls at its
-peers' doors and pushes its descriptors (SCM_RIGHTS, unix(7)); the kernel keeps them until the peer looks, so nobody waits for
-anybody's accept and no thread is needed.  Who calls must be the process that the control plane named, of the same user (SO_PEERCRED),
-and know the token; others are dropped.
+Each rank opens an ``FdChannel``: a listening socket with a random name in the abstract namespace,
+which leaves nothing behind. Name and a random token are exchanged over the authenticated control
+plane. Each rank then connects to its peers and sends its descriptors (SCM_RIGHTS, unix(7)); the
+kernel queues them until the peer accepts, so that no rank waits for another's accept and no thread
+is needed. A sender must be the process that the control plane named, of the same user
+(SO_PEERCRED), and know the token; all others are dropped.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from miraccl.errors import SystemFailure, as_system_failure
 
 TOKEN_BYTES = 16
 TIMEOUT_S = 20.0
+#: Interval between calls of ``check``.
 CHECK_INTERVAL_S = 0.1
-"""Between two looks whether those who are waited for are still there."""
+#: Shortest timeout of a connection attempt; 0 would make the socket non-blocking.
 MIN_CONNECT_TIMEOUT_S = 0.01
-"""For a call at a door at the deadline: 0 would make the socket one that does not wait at all."""
+#: Time in which an accepted peer must identify itself.
 IDENTIFY_TIMEOUT_S = 1.0
-"""How long somebody who has called may take to say who it is."""
-# the door's token, the caller's rank, how many descriptors
+# token of the channel, rank of the sender, number of descriptors
 _HEAD = struct.Struct(f"<{TOKEN_BYTES}sII")
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): pid, uid, gid
 MAX_DESCRIPTORS = 8
+#: Pause after an accept failed.
 ACCEPT_RETRY_S = 0.01
-"""Before the next look at the queue, when a connection in it cannot be taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FdChannelAddress:
-    """Where and how to call at a rank's door. ``pid`` counts only where ``pid_namespace`` is the caller's own."""
+    """Address of a rank's channel; ``pid`` is compared only within one ``pid_namespace``."""
 
     name: str
     token: str
@@ -57,7 +58,7 @@ class FdChannelAddress:
 
 
 class FdChannel:
-    """A rank's listening socket, open until ``close``."""
+    """Listening socket of a rank, open until ``close``."""
 
     def __init__(self, npeers: int, pid_namespace: int) -> None:
         self._token = clock.random_bytes(TOKEN_BYTES)
@@ -87,7 +88,9 @@ class FdChannel:
         descriptors: Sequence[int],
         timeout: float | Deadline = TIMEOUT_S,
     ) -> None:
-        """Give descriptors to the rank behind ``peer``; they stay open here. Raises ``SystemFailure``."""
+        """Send descriptors to the rank behind ``peer``; they stay open here. Raises
+        ``SystemFailure``.
+        """
         deadline = Deadline.after(timeout)
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
@@ -99,8 +102,10 @@ class FdChannel:
         except OSError as error:
             if isinstance(error, SystemFailure):
                 raise
-            text = f"descriptors cannot be passed to process {peer.pid}: {error.strerror or error}"
-            raise SystemFailure(text, hint="ranks of a host share its network namespace") from error
+            text = f"cannot send descriptors to process {peer.pid}: {error.strerror or error}"
+            raise SystemFailure(
+                text, hint="ranks of a host must share its network namespace"
+            ) from error
 
     def receive(
         self,
@@ -108,8 +113,11 @@ class FdChannel:
         timeout: float | Deadline = TIMEOUT_S,
         check: Callable[[], None] = lambda: None,
     ) -> dict[int, list[int]]:
-        """What these ranks have pushed, as descriptors of this process (close-on-exec); a rank that has not come in time is not in it.
-        ``look`` is called every ``LOOK_S``, and what it raises ends the wait."""
+        """Return the descriptors that these ranks have sent (close-on-exec).
+
+        A rank whose descriptors have not arrived in time is missing from the result. ``check`` is
+        called every ``CHECK_INTERVAL_S``; its exceptions end the wait.
+        """
         deadline = Deadline.after(timeout)
         got: dict[int, list[int]] = {}
         try:
@@ -133,7 +141,7 @@ class FdChannel:
                 sock, _ = self._socket.accept()
             except TimeoutError:
                 continue
-            except OSError:  # it has gone again, or no descriptor is free: one may be soon
+            except OSError:  # the peer closed again, or no descriptor is free yet
                 clock.sleep(min(ACCEPT_RETRY_S, left))
                 continue
             with sock:
@@ -147,11 +155,12 @@ class FdChannel:
     def _receive_from(
         self, sock: socket.socket, peers: Mapping[int, FdChannelAddress]
     ) -> tuple[int, list[int]] | None:
-        """Rank and descriptors of a caller, None for a stranger."""
+        """Return rank and descriptors of a sender, None if it is not authenticated."""
         received: list[int] = []
         try:
             if _credentials(sock)[1] != os.geteuid():
-                return None  # the names are there for everybody to see: nobody of another user is waited for
+                # Names in the abstract namespace are public: do not wait for other users.
+                return None
             data, received, flags = _receive(sock)
             if len(data) == _HEAD.size and not flags & socket.MSG_CTRUNC:
                 token, rank, count = _HEAD.unpack(data)
@@ -163,7 +172,7 @@ class FdChannel:
                     self._check_credentials(sock, peers[rank])
                     accepted, received = received, []
                     return rank, accepted
-        except OSError:  # it has gone again, or is somebody else
+        except OSError:  # the peer closed again, or is another process
             pass
         finally:
             close_all(received)
@@ -173,12 +182,13 @@ class FdChannel:
         pid, uid = _credentials(sock)
         if uid != os.geteuid() or (peer.pid_namespace == self._namespace and pid != peer.pid):
             raise SystemFailure(
-                f"process {pid} of user {uid} is on the other side instead of process {peer.pid} of user {os.geteuid()}"
+                f"cannot trust process {pid} of user {uid}: expected process {peer.pid} of user "
+                f"{os.geteuid()}"
             )
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int]:
-    """(process, user) of the other side."""
+    """Return (process, user) of the other end."""
     pid, uid, _ = _CREDENTIALS.unpack(
         sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
@@ -186,7 +196,8 @@ def _credentials(sock: socket.socket) -> tuple[int, int]:
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, list[int], int]:
-    """One message: bytes, descriptors (close-on-exec) and flags. ``socket.recv_fds`` drops its flags in Python 3.11."""
+    """Receive one message: bytes, descriptors (close-on-exec) and flags."""
+    # ``socket.recv_fds`` drops its flags argument in Python 3.11.
     flags = socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
     data, extra, got, _ = sock.recvmsg(_HEAD.size, socket.CMSG_SPACE(4 * MAX_DESCRIPTORS), flags)
     descriptors = array.array("i")

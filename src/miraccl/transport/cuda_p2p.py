@@ -1,11 +1,13 @@
-"""Symmetric GPU memory: one allocation per rank of a host, reached by every other rank in the best way that works for the pair.
+"""Symmetric GPU memory: one allocation per rank of a host, mapped by every other rank.
 
-``SymmetricMemory`` is where kernels exchange data.  Rank p's data for this rank come to ``inboxes[p]``, this rank writes for p to
-``outboxes[p]``; both have the same layout, which is the executor's business.  With peer access they lie in the receiver's device memory;
-without, in a segment of pinned host memory that belongs to the receiver.  ``WindowMemory`` is a further allocation that peers address.
+Kernels exchange data in ``SymmetricMemory``. Data of rank p for this rank arrive in ``inboxes[p]``,
+this rank writes for p to ``outboxes[p]``; both have the same layout, which is the executor's. With
+peer access they lie in the receiver's device memory, otherwise in a segment of pinned host memory
+of the receiver. ``WindowMemory`` is a further allocation that peers address.
 
-Both are made by all ranks together.  The ways of all pairs are computed by every rank from the same facts (``cuda_pairs``).  If a way fails
-on any rank, all hear of it, give back what they have, and try the next one.
+All ranks make both together. Every rank computes the mappings of all pairs from the same facts
+(``cuda_pairs``). If a mapping fails on any rank, all are informed, free their memory, and try the
+next one.
 """
 
 from __future__ import annotations
@@ -38,23 +40,25 @@ from miraccl.transport.cuda_shm import Fills, HostSegment, PinningGpu
 from miraccl.transport.cuda_vmm import VmmGpu, VmmMapping
 
 Explanation = list[tuple[Pair, str, str]]
-"""(pair, way, why) of each pair of ranks."""
+"""(pair, mapping, reason) for each pair of ranks."""
 
 
 class SetupExchange(Protocol):
-    """How the ranks make something together, with one deadline (``comm.stages``)."""
+    """Exchange of data between all ranks during setup, with one deadline
+    (``runtime.setup_phases``).
+    """
 
     @property
     def deadline(self) -> Deadline: ...
     def gather(self, name: str, data: bytes = b"") -> Sequence[bytes]:
-        """Everybody's data in rank order."""
+        """Return the data of all ranks in rank order."""
 
     def check(self) -> None:
-        """Raise what has ended the stages."""
+        """Raise the error that has cancelled the setup, if any."""
 
 
 class GpuMemory(VmmGpu, PinningGpu, Protocol):
-    """What is needed of a GPU (``executor.cuda.gpu.Gpu``)."""
+    """Operations required of a GPU (``executor.cuda.gpu.Gpu``)."""
 
     arch: int
     ordinal: int
@@ -74,9 +78,10 @@ class GpuMemory(VmmGpu, PinningGpu, Protocol):
 
 
 class _MappingAttempt:
-    """One attempt: memory of this rank, and that of its peers, as far as their way is direct; a host segment each where it is not.
+    """One attempt to make memory of this rank and map that of its peers.
 
-    ``ways[peer]`` is the kind of the way.  ``make``, then ``info`` to the others, then ``reach`` with theirs; ``leave``, then ``free``.
+    ``mappings[peer]`` is the kind of mapping. Order: ``create``, send ``info`` to the others,
+    ``map_peers`` with theirs; ``unmap_peers``, then ``free``.
     """
 
     def __init__(
@@ -90,8 +95,8 @@ class _MappingAttempt:
         self.gpu, self.rank, self.mappings, self._fills = gpu, rank, mappings, fills
         self._ordinals = ordinals
         self.own = 0
-        self.failures: list[tuple[int, str, str]] = []  # (peer, kind, why)
-        self.addresses: dict[int, int] = {rank: 0}  # of the peers' memory here
+        self.failures: list[tuple[int, str, str]] = []  # (peer, kind, reason)
+        self.addresses: dict[int, int] = {rank: 0}  # local address of each rank's memory
         self.host: HostSegment | None = None
         self.hosts: dict[int, HostSegment] = {}
         self._vmm: VmmMapping | None = None
@@ -106,7 +111,9 @@ class _MappingAttempt:
         self.failures += [(peer, self.mappings[peer], error.message) for peer in peers]
 
     def create(self, nbytes: int) -> None:
-        """Allocate and fill. Raises ``SystemFailure`` where plain memory cannot be had; other failures are for the report."""
+        """Allocate and fill. Raises ``SystemFailure`` for plain memory; other failures are
+        recorded.
+        """
         try:
             self.allocate(nbytes)
         except SystemFailure as error:
@@ -120,8 +127,10 @@ class _MappingAttempt:
                 self._record_failure(self._peers(HOST), error)
 
     def allocate(self, nbytes: int) -> None:
-        """This rank's device memory, filled, or ``SystemFailure``. It is plain where no peer maps it by descriptor, whatever others have: a
-        rank in no pair of that way could report to nobody that it failed."""
+        """Allocate and fill this rank's device memory. Raises ``SystemFailure``."""
+        # Memory is plain unless a peer maps it by descriptor, whatever the other ranks use: a rank
+        # in
+        # no such pair could not report a failure to anyone.
         if self._peers(VMM):
             self._vmm = VmmMapping.create(self.gpu, nbytes)
             self.own = self._vmm.address
@@ -136,7 +145,7 @@ class _MappingAttempt:
             self.gpu.fill(self.own + offset, size, word)
 
     def info(self) -> bytes:
-        """What peers need to reach this rank's memory."""
+        """Return the description of this rank's memory for its peers."""
         record: dict[str, Any] = {
             "address": self.own,
             "size": 0,
@@ -162,7 +171,7 @@ class _MappingAttempt:
         return json.dumps(record).encode()
 
     def map_peers(self, infos: Sequence[bytes], stages: SetupExchange) -> None:
-        """Map everybody's memory; what fails is in ``failures``. Raises what has ended the stages."""
+        """Map the memory of all peers; failures are recorded. Raises if the setup was cancelled."""
         records = [json.loads(info) for info in infos]
         for peer in self._peers(PROCESS, IPC):
             try:
@@ -218,7 +227,7 @@ class _MappingAttempt:
     def _import(self, peer: int, descriptors: Sequence[int], record: Mapping[str, Any]) -> None:
         try:
             if len(descriptors) != 1:
-                raise SystemFailure("its descriptor did not come")
+                raise SystemFailure("cannot map its memory: its descriptor did not arrive")
             if self.mappings[peer] == VMM:
                 self._imported[peer] = VmmMapping.from_descriptor(
                     self.gpu, descriptors[0], int(record["size"])
@@ -232,7 +241,7 @@ class _MappingAttempt:
             self._record_failure([peer], error)
 
     def unmap_peers(self) -> None:
-        """Unmap what belongs to others. May be called twice."""
+        """Unmap the memory of peers; idempotent."""
         if self._fd_channel is not None:
             self._fd_channel.close()
         for peer in self._ipc_peers:
@@ -244,7 +253,7 @@ class _MappingAttempt:
         self._ipc_peers, self._imported, self.hosts = [], {}, {}
 
     def free(self) -> None:
-        """Give this rank's memory back, after all peers have left it. May be called twice."""
+        """Free this rank's memory, after all peers have unmapped it; idempotent."""
         own, self.own = self.own, 0
         if self._vmm is not None:
             self._vmm.close()
@@ -256,18 +265,27 @@ class _MappingAttempt:
             self.host = None
 
     def close(self) -> None:
-        # a context that a failed kernel broke frees its memory by itself
+        # A context that a failed kernel has broken frees its memory itself.
         with contextlib.suppress(MiracclError):
             self.unmap_peers()
             self.free()
 
 
 class SymmetricMemory:
-    """``nbytes`` on every rank; ``fills`` are (offset, bytes, 32-bit word) that it begins with, over zeros. Made by all ranks together.
+    """``nbytes`` on every rank, made by all ranks together.
 
-    ``own`` is this rank's device memory, ``inboxes`` and ``outboxes`` have an address per rank, this rank's own among them, and ``kinds``
-    the ways.  When the constructor returns, everybody's memory is mapped and filled.  Raises ``SystemFailure`` or ``InvalidUsage``
-    naming the pair, on all ranks alike where they all can know.
+    When the constructor returns, all memory is mapped and filled.
+
+    Args:
+        fills: (offset, bytes, 32-bit word) of its initial content, over zeros.
+
+    Attributes:
+        own: Address of this rank's device memory.
+        inboxes, outboxes: Addresses per rank, including this one.
+        kinds: Mapping of each rank.
+
+    Raises:
+        SystemFailure, InvalidUsage: A pair cannot be mapped; on all ranks alike where possible.
     """
 
     def __init__(
@@ -287,7 +305,7 @@ class SymmetricMemory:
         self.failed_mappings: dict[tuple[Pair, str], str] = {}
         self.descriptors, self.reason = False, "one rank"
         self.facts: list[GpuFacts] = []
-        self.paths_read = GpuPaths(types={})  # on rank 0, with what they were read from
+        self.paths_read = GpuPaths(types={})  # on rank 0 with its sources
         self._fills = fills
         self._attempt_memory: _MappingAttempt | None = None
         if nranks > 1:
@@ -296,7 +314,7 @@ class SymmetricMemory:
                 pass
 
     def _exchange_facts(self, settings: P2pSettings, stages: SetupExchange) -> None:
-        """Exchange what ways are decided from."""
+        """Exchange the facts that mappings are chosen from."""
         mine = GpuFacts(
             rank=self.rank,
             process=f"{machine_id()}/{pairs.pid_namespace()}/{os.getpid()}",
@@ -327,7 +345,7 @@ class SymmetricMemory:
         self._paths = GpuPaths.from_json(views[0]["paths"].encode())
 
     def _try_mappings(self, stages: SetupExchange) -> bool:
-        """Try the ways that are left; False if something failed somewhere and the next ones are to be tried."""
+        """Try the best remaining mappings; False if one failed on any rank."""
         self.descriptors, self.reason = pairs.uses_descriptors(self.facts, self.failed_mappings)
         self.choices = pairs.choose_mappings(
             self.facts, self._access, self._paths, self.failed_mappings
@@ -357,7 +375,7 @@ class SymmetricMemory:
             }
             if failed:
                 shared.unmap_peers()
-                stages.gather("gpu unmapped")  # nobody frees what another one still maps
+                stages.gather("gpu unmapped")  # no rank frees memory that a peer still maps
                 shared.free()
         except BaseException:
             shared.close()
@@ -378,25 +396,28 @@ class SymmetricMemory:
         return True
 
     def path(self, a: int, b: int) -> PathType | None:
-        """How far the GPUs of two ranks are from each other; None where neither topology nor driver know."""
+        """Return the path type between the GPUs of two ranks, None if neither topology nor driver
+        know
+        it.
+        """
         views = (self._access[a][b], self._access[b][a])
         return pairs.path_between(self.facts[a], self.facts[b], views, self._paths)
 
     @property
     def all_direct(self) -> bool:
-        """Whether every rank addresses every other's device memory; the same on all ranks."""
+        """True if every rank addresses every other's device memory; the same on all ranks."""
         return all(choice.kind in DIRECT for choice in self.choices.values())
 
     def explain(self) -> Explanation:
-        """The way of every pair of ranks, and why."""
+        """Return the mapping of every pair of ranks and its reason."""
         return [(pair, choice.kind, choice.reason) for pair, choice in sorted(self.choices.items())]
 
     def window(self, nbytes: int, stages: SetupExchange) -> WindowMemory:
-        """A further allocation of ``nbytes`` on every rank, made by all ranks together."""
+        """Allocate further ``nbytes`` on every rank, together with all ranks."""
         return WindowMemory(self, nbytes, stages)
 
     def host_bytes(self) -> int:
-        """Pinned host memory that this rank owns."""
+        """Return the bytes of pinned host memory that this rank owns."""
         return (
             self._attempt_memory.host.nbytes
             if self._attempt_memory is not None and self._attempt_memory.host is not None
@@ -404,22 +425,25 @@ class SymmetricMemory:
         )
 
     def close(self) -> None:
-        """Unmap and free; the caller has seen to it that no rank uses the memory any more. May be called twice."""
+        """Unmap and free, after all ranks have stopped using it; idempotent."""
         if self._attempt_memory is not None:
             self._attempt_memory.close()
         self.own, self.inboxes, self.outboxes = 0, [], []
 
 
 class WindowMemory:
-    """An allocation of ``nbytes`` on every rank that peers address, by the ways that ``base`` has found.
+    """Zeroed allocation of ``nbytes`` on every rank that peers address, by the mappings of
+    ``base``.
 
-    ``addresses[p]`` is where rank p's lies for kernels of this rank, 0 where the pair has no peer access; ``addressable`` says whether
-    every rank reaches every other's, and is the same on all.  It begins as zeros.  Close it on all ranks, when no rank uses it any more,
-    before ``base``.
+    Close it on all ranks, when no rank uses it any longer, before ``base``.
+
+    Attributes:
+        addresses: Address of rank p's memory for kernels of this rank, 0 without peer access.
+        addressable: True if every rank addresses every other's; the same on all ranks.
     """
 
     def __init__(self, base: SymmetricMemory, nbytes: int, stages: SetupExchange) -> None:
-        self.nbytes = nbytes = -(-nbytes // 4) * 4  # it is filled word by word
+        self.nbytes = nbytes = -(-nbytes // 4) * 4  # filled word by word
         self._base = base
         direct = {p: kind for p, kind in enumerate(base.kinds) if kind in DIRECT}
         ordinals = [f.ordinal for f in base.facts] if base.nranks > 1 else []
@@ -436,7 +460,7 @@ class WindowMemory:
         self.addressable = all(choice.kind in DIRECT for choice in base.choices.values())
 
     def _make(self, nbytes: int, stages: SetupExchange) -> None:
-        """Raises ``SystemFailure`` on all ranks where one has no memory."""
+        """Allocate. Raises ``SystemFailure`` on all ranks if one has no memory."""
         mine: SystemFailure | None = None
         try:
             self._shared.allocate(nbytes)
@@ -451,7 +475,9 @@ class WindowMemory:
         for rank, lack in enumerate(failures):
             if lack:
                 raise SystemFailure(
-                    f"rank {rank} has no window memory: {lack}", rank=self._base.rank, peer=rank
+                    f"rank {rank} cannot allocate window memory: {lack}",
+                    rank=self._base.rank,
+                    peer=rank,
                 )
 
     def _connect(self, stages: SetupExchange) -> None:
@@ -469,12 +495,12 @@ class WindowMemory:
             stages.gather("gpu window unmapped")
             rank, peer, why = failed[0]
             raise SystemFailure(
-                f"window memory of rank {peer} could not be mapped by rank {rank}: {why}",
+                f"rank {rank} cannot map window memory of rank {peer}: {why}",
                 rank=base.rank,
                 peer=peer,
             )
 
     def close(self) -> None:
-        """May be called twice."""
+        """Unmap and free; idempotent."""
         self._shared.close()
         self.own, self.addresses = 0, []

@@ -1,10 +1,12 @@
-"""Which way GPU data take between each two ranks of a host: decided from exchanged facts by a function, so that all ranks decide alike.
+"""Choice of the mapping between each two GPUs of a host: a function of exchanged facts.
 
-Ways, best first: ``process`` (both ranks are threads of one process: plain pointers), ``vmm`` (virtual memory management, the memory is
-passed as a file descriptor), ``ipc`` (CUDA IPC handles), ``host`` (pinned host memory that belongs to the receiver).  The first three need
-peer access: both GPUs say so (cuDeviceCanAccessPeer), and the path between them is not longer than ``P2P_LEVEL`` allows, in words of
-``topo``; NCCL's default is PXB, and SYS for two GPUs on AMD hosts (NCCL 2.28 ``src/graph/paths.cc``, ncclTopoCheckP2p).  A way that was
-tried and failed is in ``JoinRejected``; then the next one is taken.
+All ranks decide alike. Mappings, best first: ``process`` (both ranks are threads of one process:
+plain pointers), ``vmm`` (virtual memory management, passed as a file descriptor), ``ipc`` (CUDA IPC
+handles), ``host`` (pinned host memory of the receiver). The first three need peer access: both GPUs
+support it (cuDeviceCanAccessPeer), and the path between them is not longer than ``P2P_LEVEL``, in
+terms of ``topo``; NCCL's default is PXB, and SYS for two GPUs on AMD hosts (NCCL 2.28
+``src/graph/paths.cc``, ncclTopoCheckP2p). Mappings that failed are in ``FailedMappings``; the next
+one is used instead.
 """
 
 from __future__ import annotations
@@ -25,25 +27,33 @@ from miraccl.topo.xmlfile import XmlNode
 from miraccl.topo.xmlfile import bus_id as bus_number
 
 SELF, PROCESS, VMM, IPC, HOST = "self", "process", "vmm", "ipc", "host"
-#: ways that are mappings of the receiver's device memory
+#: mappings of the receiver's device memory
 DIRECT = (PROCESS, VMM, IPC)
 
 Pair = tuple[int, int]
 Access = int | None
-"""What the driver tells a rank of another's GPU: ``NO_ACCESS``, ``ACCESS``, ``LINKED``, or None where it does not see that GPU."""
-# linked: with atomics over the link, which NVLink has and PCIe has not
+"""Driver's answer to a rank about another GPU: one of the constants below, None if it does not see
+that GPU.
+"""
+# LINKED: with atomics over the link, which NVLink has and PCIe lacks
 NO_ACCESS, ACCESS, LINKED = (
     0,
     1,
     2,
 )
 FailedMappings = Mapping[tuple[Pair, str], str]
-"""(pair, way) -> why it did not work."""
+"""(pair, mapping) -> reason of its failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFacts:
-    """What a rank tells of itself. ``process`` is the same for threads of one process only; ``cumem`` as the parameter CUMEM."""
+    """Facts of a rank that mappings are chosen from.
+
+    Attributes:
+        process: Identifier of the process, equal for its threads only.
+        descriptors: True if the GPU exports memory as file descriptors.
+        cumem: Parameter CUMEM.
+    """
 
     rank: int
     process: str
@@ -68,16 +78,19 @@ class GpuFacts:
             facts = cls(**json.loads(data))
         except (ValueError, TypeError) as error:
             raise ProtocolError(
-                f"rank {rank} describes its GPU in a way that is not understood: {error}", peer=rank
+                f"cannot read the GPU description of rank {rank}: {error}", peer=rank
             ) from error
         if facts.rank != rank:
-            raise ProtocolError(f"rank {rank} calls itself rank {facts.rank}", peer=rank)
+            raise ProtocolError(
+                f"cannot use the GPU description of rank {rank}: it names rank {facts.rank}",
+                peer=rank,
+            )
         return facts
 
 
 @dataclass(frozen=True, kw_only=True)
 class P2pSettings:
-    """What the environment says about ways."""
+    """Settings that affect mappings."""
 
     cumem: int = -1
     p2p_disable: bool = False
@@ -96,9 +109,12 @@ class P2pSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuPaths:
-    """Path types between GPUs by bus id, as one rank of the host sees them, and NCCL's default level; ``note`` says why there are none.
+    """Path types between GPUs by bus id, as one rank of the host detected them.
 
-    ``machine`` and ``topology`` are what it read them from, which other ranks are not told.
+    Attributes:
+        default_level: NCCL's default of P2P_LEVEL.
+        note: Reason if there are none.
+        machine, topology: Sources of the paths; not sent to other ranks.
     """
 
     types: Mapping[tuple[str, str], PathType]
@@ -125,15 +141,18 @@ class GpuPaths:
 
 @dataclass(frozen=True, kw_only=True)
 class P2pChoice:
-    """The way of a pair, and why; ``kind`` is empty where there is none."""
+    """Mapping of a pair and its reason; ``kind`` is empty if there is none."""
 
     kind: str
     reason: str
 
 
 def read_paths(bus_ids: Sequence[str]) -> GpuPaths:
-    """The paths between these GPUs, from the topology file that is named or from this machine. Never raises: ``note`` has the reason."""
-    # paths as they are, before rules
+    """Return the paths between these GPUs, from the topology file in the settings or this machine.
+
+    Never raises: ``note`` has the reason.
+    """
+    # paths as they are, before any rules
     options = TopoOptions(paths=PathOptions(p2p_level=PathType.SYS, net_intra=False, pxn=False))
     types: dict[tuple[str, str], PathType] = {}
     level = PathType.PXB
@@ -151,9 +170,9 @@ def read_paths(bus_ids: Sequence[str]) -> GpuPaths:
                         types[a, b] = max(
                             paths.gpu_gpu(here, there).type, paths.gpu_gpu(there, here).type
                         )
-    except Exception as error:  # whatever is strange about this machine: the driver decides alone
+    except Exception as error:  # an unusual machine: the driver decides alone
         return GpuPaths(types={}, note=f"no topology: {error}")
-    note = "" if types else "the topology does not have these GPUs"
+    note = "" if types else "the topology lacks these GPUs"
     return GpuPaths(types=types, default_level=level, note=note, machine=machine, topology=topology)
 
 
@@ -164,9 +183,11 @@ def pair_of(a: int, b: int) -> Pair:
 def uses_descriptors(
     facts: Sequence[GpuFacts], failed_mappings: FailedMappings
 ) -> tuple[bool, str]:
-    """Whether the communicator's memory is made by virtual memory management, and why (not).
+    """Return whether the communicator's memory is made by virtual memory management, and the
+    reason.
 
-    One answer for all ranks: memory made that way has no IPC handle.  Raises ``InvalidUsage`` where a rank insists and it cannot be.
+    All ranks get the same answer, because memory made that way has no IPC handle. Raises
+    ``InvalidUsage`` if a rank requires it and it is not possible.
     """
     insisting = [f.rank for f in facts if f.cumem == 1]
     unable = [f.rank for f in facts if not f.descriptors]
@@ -201,7 +222,7 @@ def uses_descriptors(
 def path_between(
     a: GpuFacts, b: GpuFacts, access: Sequence[Access], paths: GpuPaths
 ) -> PathType | None:
-    """The path of a pair: the topology's, but NVL where the driver knows of a link that the topology has not found."""
+    """Return the path of a pair: the topology's, or NVL if the driver knows of a link it lacks."""
     path = paths.between(a.bus_id, b.bus_id)
     linked = all(answer == LINKED for answer in access)
     return PathType.NVL if linked and (path is None or path > PathType.NVL) else path
@@ -210,7 +231,10 @@ def path_between(
 def peer_access(
     a: GpuFacts, b: GpuFacts, access: Sequence[Access], paths: GpuPaths
 ) -> tuple[bool, str]:
-    """Whether two ranks may use each other's device memory; ``access`` is what the driver tells rank a of b's GPU and rank b of a's."""
+    """Return whether two ranks may use each other's device memory, and the reason.
+
+    ``access``: the driver's answer to rank a for b's GPU, and to rank b for a's.
+    """
     off = next((f.rank for f in (a, b) if f.p2p_disable), None)
     if off is not None:
         return False, f"P2P_DISABLE is 1 on rank {off}"
@@ -237,7 +261,10 @@ def choose_mapping(
     descriptors: bool,
     failed: FailedMappings,
 ) -> P2pChoice:
-    """The way between two ranks; the same whichever comes first. ``descriptors`` is the answer of ``uses_descriptors``."""
+    """Choose the mapping between two ranks, symmetric in them.
+
+    ``descriptors`` is the result of ``uses_descriptors``.
+    """
     if a.rank == b.rank:
         return P2pChoice(kind=SELF, reason="the rank itself")
     a, b = (a, b) if a.rank < b.rank else (b, a)
@@ -262,9 +289,10 @@ def choose_mappings(
     paths: GpuPaths,
     failed: FailedMappings,
 ) -> dict[Pair, P2pChoice]:
-    """The ways of all pairs (lower rank first); ``access[a][b]`` is what the driver tells rank a of the GPU of rank b.
+    """Choose the mappings of all pairs (lower rank first).
 
-    Raises ``SystemFailure`` naming the pair where there is no way, on all ranks alike.
+    ``access[a][b]`` is the driver's answer to rank a for the GPU of rank b. Raises
+    ``SystemFailure`` naming a pair without a mapping, on all ranks alike.
     """
     descriptors, _ = uses_descriptors(facts, failed)
     choices: dict[Pair, P2pChoice] = {}
@@ -275,25 +303,26 @@ def choose_mappings(
                 a, b, views, paths, descriptors, failed
             )
             if not choice.kind:
-                text = (
-                    f"ranks {a.rank} and {b.rank} have no way to exchange GPU data: {choice.reason}"
-                )
+                text = f"ranks {a.rank} and {b.rank} cannot exchange GPU data: {choice.reason}"
                 raise SystemFailure(
                     text,
                     peer=b.rank,
-                    hint="allow peer access or shared memory, or give them different MIRACCL_HOSTID",
+                    hint="allow peer access or shared memory, or set different MIRACCL_HOSTID",
                 )
     return choices
 
 
 def check_compatible(facts: Sequence[GpuFacts], rank: int) -> None:
-    """Raise ``InvalidUsage`` where ranks cannot work together at all."""
+    """Raise ``InvalidUsage`` if ranks cannot work together."""
     mine = facts[rank]
     for other in facts:
         if other.arch != mine.arch:
             text = f"the GPU of rank {other.rank} is sm_{other.arch}, this one sm_{mine.arch}"
             raise InvalidUsage(
-                text, rank=rank, peer=other.rank, hint="all GPUs of a communicator are of one kind"
+                text,
+                rank=rank,
+                peer=other.rank,
+                hint="all GPUs of a communicator must be of one kind",
             )
         if other.nbytes != mine.nbytes:
             raise InvalidUsage(
@@ -302,7 +331,7 @@ def check_compatible(facts: Sequence[GpuFacts], rank: int) -> None:
 
 
 def pid_namespace() -> int:
-    """Of this process; 0 where the kernel does not say."""
+    """Return the PID namespace of this process, 0 if unknown."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:

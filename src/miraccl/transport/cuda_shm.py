@@ -1,7 +1,8 @@
-"""Host memory between GPUs without peer access: an anonymous file that both processes map and pin for their GPUs.
+"""Host memory between GPUs without peer access: an anonymous file that both processes map and pin.
 
-The segment belongs to the receiver and has the layout of its device memory, so kernels do not know the difference: they write to
-an outbox and read from an inbox.  A peer gets the file's descriptor over ``cuda_fds``.
+The segment belongs to the receiver and has the layout of its device memory, so that kernels see no
+difference: they write to an outbox and read from an inbox. A peer gets the file's descriptor over
+``cuda_fds``.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ Fills = Sequence[tuple[int, int, int]]
 
 
 class PinningGpu(Protocol):
-    """What is needed of a GPU (``executor.cuda.gpu.Gpu``)."""
+    """Operations required of a GPU (``executor.cuda.gpu.Gpu``)."""
 
     def pin(self, address: int, nbytes: int) -> int: ...
     def unpin(self, address: int) -> None: ...
 
 
 class HostSegment:
-    """A mapped and pinned segment. ``address`` is where it lies for the CPU, ``on_gpu`` for this rank's GPU."""
+    """Mapped and pinned segment: ``address`` for the CPU, ``on_gpu`` for this rank's GPU."""
 
     def __init__(self, gpu: PinningGpu, segment: ShmSegment) -> None:
-        """Takes ``segment`` over, also when pinning fails."""
+        """Take ``segment`` over, also if pinning fails."""
         self._gpu, self.segment = gpu, segment
         self.address, self.nbytes = segment.address, segment.nbytes
         self.on_gpu = 0
@@ -43,7 +44,7 @@ class HostSegment:
     def create(
         cls, gpu: PinningGpu, nbytes: int, fills: Fills = (), label: str = "miraccl-gpu"
     ) -> HostSegment:
-        """A new segment; ``fills`` are (offset, bytes, 32-bit word) that it begins with, over zeros."""
+        """Make a segment of zeros with ``fills`` of (offset, bytes, 32-bit word)."""
         segment = ShmSegment.create(label, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
         words = np.frombuffer(segment.file.memory(0, segment.nbytes), np.uint32)
         for offset, size, word in fills:
@@ -52,7 +53,7 @@ class HostSegment:
 
     @classmethod
     def from_descriptor(cls, gpu: PinningGpu, descriptor: int, nbytes: int) -> HostSegment:
-        """A peer's segment. Closes ``descriptor``."""
+        """Map a peer's segment; closes ``descriptor``."""
         try:
             segment = ShmSegment.open(
                 os.getpid(), descriptor, -(-nbytes // PAGE_BYTES) * PAGE_BYTES
@@ -63,11 +64,11 @@ class HostSegment:
 
     @property
     def descriptor(self) -> int:
-        """Of the file; only where the segment was made."""
+        """Descriptor of the file, on the rank that made it."""
         return self.segment.fd
 
     def close(self) -> None:
-        """May be called twice."""
+        """Unpin and unmap; idempotent."""
         on_gpu, self.on_gpu = self.on_gpu, 0
         if on_gpu:
             self._gpu.unpin(self.address)

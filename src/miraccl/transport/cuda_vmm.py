@@ -1,7 +1,7 @@
-"""GPU memory made by CUDA's virtual memory management: physical memory with a handle, mapped at addresses, exported as descriptors.
+"""GPU memory of CUDA's virtual memory management: physical memory, mapped, exported as descriptors.
 
-Order of an end: unmap, free the address, release the handle; the driver frees the memory when the last handle and mapping anywhere are
-gone.  Only plain device memory is made here, never multicast objects.
+Order of release: unmap, free the address, release the handle; the driver frees the memory with the
+last handle and mapping anywhere. Only plain device memory is made here, never multicast objects.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class VmmGpu(Protocol):
-    """What is needed of a GPU (``executor.cuda.gpu.Gpu``)."""
+    """Operations required of a GPU (``executor.cuda.gpu.Gpu``)."""
 
     def granularity(self) -> int: ...
     def create_physical(self, nbytes: int) -> int: ...
@@ -23,15 +23,15 @@ class VmmGpu(Protocol):
 
 
 def allocation_bytes(nbytes: int, granularity: int) -> int:
-    """Bytes of the allocation that holds ``nbytes``."""
+    """Return the bytes of the allocation that holds ``nbytes``."""
     return max(1, -(-nbytes // granularity)) * granularity
 
 
 class VmmMapping:
-    """Memory with an address on this GPU; of this rank (``create``) or of another (``from_descriptor``)."""
+    """Memory of this rank (``create``) or of a peer (``from_descriptor``), mapped for this GPU."""
 
     def __init__(self, gpu: VmmGpu, handle: int, nbytes: int) -> None:
-        """Takes ``handle`` over, also when mapping fails."""
+        """Take ``handle`` over, also if mapping fails."""
         self._gpu, self._handle, self.nbytes = gpu, handle, nbytes
         self.address = 0
         try:
@@ -42,13 +42,15 @@ class VmmMapping:
 
     @classmethod
     def create(cls, gpu: VmmGpu, nbytes: int) -> VmmMapping:
-        """New memory of at least ``nbytes``."""
+        """Allocate and map at least ``nbytes``."""
         size = allocation_bytes(nbytes, gpu.granularity())
         return cls(gpu, gpu.create_physical(size), size)
 
     @classmethod
     def from_descriptor(cls, gpu: VmmGpu, descriptor: int, nbytes: int) -> VmmMapping:
-        """Memory that a peer has exported; ``nbytes`` is the size of its allocation. Closes ``descriptor``."""
+        """Map memory that a peer exported; ``nbytes`` is the size of its allocation. Closes
+        ``descriptor``.
+        """
         try:
             handle = gpu.import_descriptor(descriptor)
         finally:
@@ -56,11 +58,11 @@ class VmmMapping:
         return cls(gpu, handle, nbytes)
 
     def export(self) -> int:
-        """A new descriptor for peers; the caller closes it when all have theirs."""
+        """Return a new descriptor for peers; the caller closes it when all have received theirs."""
         return self._gpu.export_descriptor(self._handle)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Unmap and release; idempotent."""
         address, self.address = self.address, 0
         if address:
             self._gpu.unmap_physical(address, self.nbytes)

@@ -1,17 +1,21 @@
-"""The FIFO between two ranks: where its words lie in memory, and how one word or line is read and written from Python.
+"""FIFO between two ranks: layout of its words in memory, and access to words and lines from Python.
 
-A FIFO goes one way, from a source rank to a destination rank.  Compiled executors use the numbers below; this file is their
-definition.  Rules:
-- Message number m (from 0) uses post line, want line and slot ``m % NSLOTS``.
-- A line's flag is written last, with release; it is ``m + 1`` for a line that belongs to message m.  0 is an empty line.  A post
-  flag of ``-(m + 1)`` announces a message that is larger than a slot: words 1 and 2 are valid, the payload waits for a want.
-- ``tail`` is the number of messages consumed: written with release by the receiver of a shared-memory FIFO; on the send side of a
-  network FIFO the proxy writes it once the kernel has taken all bytes of the message.  A sender never writes line or slot m
-  before ``m - tail < NSLOTS``.
-- The want ring exists for network FIFOs: the receiver says where message m may land, before it waits for it.
+A FIFO has one direction, from a source rank to a destination rank. Compiled executors use the
+constants below; this file defines them.
 
-The ring of flagged lines comes from FastForward (Giacomoni et al., PPoPP 2008): the consumer polls the slot itself, not a shared
-head.  The split into post (``size`` FIFO) and tail is that of NCCL's ``ncclConnFifo``.
+- Message number m (from 0) uses descriptor line, CTS line and slot ``m % NSLOTS``.
+- A line's flag is written last, with release; it is ``m + 1`` for a line of message m, 0 for an
+  empty line. A descriptor flag of ``-(m + 1)`` announces a message that is larger than a slot:
+  words 1 and 2 are valid, the payload waits for a CTS.
+- ``tail`` is the number of messages consumed: written with release by the receiver if both ends
+  map the FIFO; on the send side of a FIFO with a proxy, written by the proxy once the kernel has
+  all bytes of the message. A sender never writes line or slot m before ``m - tail < NSLOTS``.
+- The CTS ring is for connections with ``IN_PLACE``: the receiver names the memory for message m
+  before it waits for it.
+
+The ring of flagged lines comes from FastForward (Giacomoni et al., PPoPP 2008): the consumer polls
+the slot itself, not a shared head. The split into descriptors (the ``size`` FIFO) and tail is that
+of NCCL's ``ncclConnFifo``.
 """
 
 from __future__ import annotations
@@ -47,40 +51,46 @@ WORD_CTS_BYTES: Final = 2
 DESC_OFFSET: Final = 0
 CTS_OFFSET: Final = DESC_OFFSET + NSLOTS * LINE_BYTES
 TAIL_OFFSET: Final = CTS_OFFSET + NSLOTS * LINE_BYTES
-"""The tail has 128 bytes to itself: the prefetcher of x86 fetches pairs of lines."""
+"""The tail has 128 bytes of its own: the prefetcher of x86 fetches pairs of lines."""
 RETURNED_OFFSET: Final = TAIL_OFFSET + WORD_BYTES
-"""Which slots came back for the last messages, a byte each: 0 the message's own, else 1 + a number.  Numbers below NSLOTS are slots of this
-FIFO's memory, those from NSLOTS on of the FIFO the other way."""
+"""Slots returned for the last messages, a byte each: 0 for the message's own, else 1 + a number.
+
+Numbers below NSLOTS are slots of this FIFO's memory, those from NSLOTS on of the FIFO in the other
+direction.
+"""
 SLOTS_OFFSET: Final = PAGE_BYTES
 
 
 class Mode(enum.IntEnum):
-    """Where the payload of a posted message lies."""
+    """Place of a posted message's payload."""
 
     SLOT = 0
     """In slot ``m % NSLOTS``."""
     INLINE = 1
-    """In words 4 to 7 of the post line, at most ``INLINE_BYTES``."""
+    """In words 4 to 7 of the descriptor line, at most ``INLINE_BYTES``."""
     WINDOW = 2
     """In a window that the receiver has mapped, at word 4 (shared memory only)."""
     ADDRESS = 3
     """In the sender's own memory, at word 4."""
     LANDED = 4
-    """At the receiver's wanted address already."""
+    """Already at the address for which the receiver posted a CTS."""
     OVERSIZE = 5
-    """Nowhere: larger than the room that the receiver gave.  Not an answer to hope for: the ranks disagree on the operation."""
+    """Nowhere: larger than the posted receive buffer; the ranks disagree on the operation."""
     SIGNAL = 6
-    """No payload: words 4 and 5 say where the sender's buffers lie (shared memory only)."""
+    """No payload: words 4 and 5 are the locations of the sender's buffers (shared memory only)."""
     MOVED = 7
-    """In the slot whose number is in word 4: slots have changed hands (shared memory, between compiled executors only)."""
+    """In the slot whose number is in word 4: slots have changed hands (shared memory, between
+    compiled executors only).
+    """
 
 
 def fifo_bytes(slot_bytes: int) -> int:
-    """Size in bytes of a FIFO whose slots have ``slot_bytes`` (a multiple of the page)."""
+    """Return the size in bytes of a FIFO with slots of ``slot_bytes``, a multiple of the page."""
     return SLOTS_OFFSET + NSLOTS * slot_bytes
 
 
 def check_slot_bytes(slot_bytes: int) -> int:
+    """Return ``slot_bytes`` if it is a positive multiple of the page. Raises ``ValueError``."""
     if slot_bytes < PAGE_BYTES or slot_bytes % PAGE_BYTES:
         raise ValueError(
             f"cannot use slots of {slot_bytes} bytes: allowed are multiples of {PAGE_BYTES}"
@@ -106,10 +116,10 @@ def slot_bytes_for(npeers: int, budget: int = 0, max_slot_bytes: int = MAX_SLOT_
     return size
 
 
-# --- memory by address ---------------------------------------------------------------------------------------------------------
+# --- memory by address
 
-# One view over all of user space, and slices of it: a ctypes array per call would make a new type per size (20 us instead of 0.1).
-# It starts at the second page, because a view at address 0 counts as NULL.
+# Slices of one view over all of user space: a ctypes array per call would make a new type per size
+# (20 us instead of 0.1). It starts at the second page, because a view at address 0 counts as NULL.
 _VIEW_START = PAGE_BYTES
 _MEMORY = memoryview((ctypes.c_ubyte * ((1 << 47) - _VIEW_START)).from_address(_VIEW_START)).cast(
     "B"
@@ -118,9 +128,11 @@ _WORDS = _MEMORY.cast("q")
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:
-    """Writable view of ``nbytes`` bytes of this process at ``address``.  The caller vouches that there is memory."""
+    """Return a writable view of ``nbytes`` bytes of this process; the caller guarantees the
+    memory.
+    """
     if nbytes and (address < _VIEW_START or nbytes < 0 or address + nbytes > 1 << 47):
-        raise ValueError(f"no memory at {address:#x} + {nbytes}")
+        raise ValueError(f"cannot view memory at {address:#x} + {nbytes}: it is not in user space")
     start = address - _VIEW_START if nbytes else 0
     return _MEMORY[start : start + nbytes]
 
@@ -134,7 +146,9 @@ class Atomics(Protocol):
 
 
 class PlainAtomics:
-    """Stand-in without compiled code: right only while all parties are Python threads of one process, which the GIL orders."""
+    """Stand-in without compiled code, valid only while all parties are threads ordered by the
+    GIL.
+    """
 
     def load_acquire(self, address: int, /) -> int:
         return _WORDS[(address - _VIEW_START) >> 3]
@@ -157,12 +171,12 @@ class _NativeAtomics:
 
 @functools.cache
 def native_atomics() -> Atomics:
-    """The compiled ones, for memory that compiled code or another process uses too."""
+    """Return compiled atomics, for memory that compiled code or another process uses as well."""
     return _NativeAtomics()
 
 
 class Descriptor(NamedTuple):
-    """A post line: ``signature`` of the operation, ``nbytes`` of the message, ``mode``, and word 4."""
+    """Descriptor line: ``signature`` of the operation, ``nbytes``, ``mode``, and word 4."""
 
     signature: int
     nbytes: int
@@ -171,20 +185,22 @@ class Descriptor(NamedTuple):
 
 
 def read_words(line: int, first: int, count: int) -> list[int]:
-    """``count`` words of a line, in one go; only valid after the flag was loaded with acquire."""
+    """Return ``count`` words of a line; valid only after its flag was loaded with acquire."""
     start = ((line - _VIEW_START) >> 3) + first
     return _WORDS[start : start + count].tolist()
 
 
 def flags_view(ring: int) -> memoryview:
-    """The flags of all lines of a ring, as a strided view: one look tells whether any of them has changed."""
+    """Return the flags of all lines of a ring as a strided view, to compare them in one
+    operation.
+    """
     start = (ring - _VIEW_START) >> 3
     words = LINE_BYTES // WORD_BYTES
     return _WORDS[start : start + NSLOTS * words : words]
 
 
 def write_words(line: int, first: int, values: list[int]) -> None:
-    """Words of a line; publish them with a release store of the flag afterwards."""
+    """Write words of a line; publish them with a release store of the flag afterwards."""
     start = ((line - _VIEW_START) >> 3) + first
     for index, value in enumerate(values):
         _WORDS[start + index] = value
@@ -195,10 +211,12 @@ def read_descriptor(line: int) -> Descriptor:
 
 
 class PrivateMemory:
-    """Private zeroed memory, page aligned; lives until the last reference to this object is gone.  Raises ``SystemFailure``."""
+    """Private zeroed memory, page aligned, freed with the last reference. Raises
+    ``SystemFailure``.
+    """
 
     def __init__(self, nbytes: int) -> None:
-        with as_system_failure(f"there are no {nbytes} bytes of memory"):
+        with as_system_failure(f"cannot allocate {nbytes} bytes of memory"):
             self._map = mmap.mmap(-1, nbytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 

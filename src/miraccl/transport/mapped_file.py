@@ -1,7 +1,8 @@
-"""A file in memory, shared with whoever else maps it.
+"""Mapping of a shared file in memory that keeps no descriptor.
 
-Python's ``mmap`` keeps a descriptor of its own for as long as the mapping lives (until 3.13, where that can be refused): some for every
-communicator.  This one keeps none.  The mapping goes with the last object that was made over it.
+Python's ``mmap`` keeps a duplicate descriptor for as long as the mapping lives (until 3.13, where
+it is optional): several per communicator. This one keeps none. The mapping is removed with the last
+object that was made over it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 PAGE_BYTES = mmap.PAGESIZE
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # in the module since Python 3.13
 _FAILED = ctypes.c_void_p(-1).value
-#: What ``resident_bytes`` asks about at a time.
-_ASKED_BYTES = 1 << 30
+#: Bytes per call of mincore.
+_MINCORE_BYTES = 1 << 30
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -34,7 +35,10 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 class MappedFile:
-    """The first ``nbytes`` bytes of an open file; ``fd`` may be closed afterwards. Raises ``OSError``."""
+    """Mapping of the first ``nbytes`` bytes of an open file. Raises ``OSError``.
+
+    ``fd`` may be closed afterwards.
+    """
 
     def __init__(self, fd: int, nbytes: int) -> None:
         address = _libc.mmap(
@@ -45,24 +49,26 @@ class MappedFile:
         self.address, self.nbytes = int(address), nbytes
         weakref.finalize(
             self, _libc.munmap, self.address, nbytes
-        ).atexit = False  # threads may be in there until the very end
+        ).atexit = False  # threads may use it until the process ends
 
     def memory(self, offset: int, nbytes: int) -> Any:
-        """A buffer over some bytes of it, which keeps the mapping alive."""
+        """Return a buffer over part of the mapping, which keeps it alive."""
         buffer: Any = (ctypes.c_char * nbytes).from_address(self.address + offset)
         buffer.owner = self
         return buffer
 
     def remove(self, offset: int, nbytes: int) -> None:
-        """Give whole pages back to the system; they read as zeros from then on, in every process."""
+        """Return whole pages to the system; they read as zeros from then on, in every process."""
         if _libc.madvise(self.address + offset, nbytes, mmap.MADV_REMOVE) != 0:
             raise _error()
 
     def resident_bytes(self, offset: int, nbytes: int) -> int:
-        """How many bytes of some whole pages are in memory, whoever touched them."""
+        """Return the bytes of some whole pages that are in memory, whichever process touched
+        them.
+        """
         total = 0
-        for start in range(offset, offset + nbytes, _ASKED_BYTES):
-            size = min(_ASKED_BYTES, offset + nbytes - start)
+        for start in range(offset, offset + nbytes, _MINCORE_BYTES):
+            size = min(_MINCORE_BYTES, offset + nbytes - start)
             pages = bytearray(-(-size // PAGE_BYTES))
             if (
                 _libc.mincore(

@@ -184,8 +184,8 @@ class ShmTransport(Transport):
     def _connect_peer(self, peer: int, record: Mapping[str, Any]) -> FifoPair:
         if record["slot_bytes"] != self.slot_bytes:
             raise ProtocolError(
-                f"cannot connect to rank {peer}: its slots have {record['slot_bytes']} bytes, those "
-                f"of this rank {self.slot_bytes}",
+                f"cannot connect to rank {peer}: its slots have {record['slot_bytes']} bytes, this "
+                f"rank's {self.slot_bytes}",
                 peer=peer,
             )
         ranks, pid = sorted([*self._order, self.endpoint.rank]), record["pid"]
