@@ -66,14 +66,14 @@ def channel_graphs(draw: st.DrawFn) -> tuple[ChannelGraph, System]:
 
 
 @given(channel_graphs())
-def test_json_round_trip(made: tuple[ChannelGraph, System]) -> None:
-    graph, _ = made
+def test_json_round_trip(result: tuple[ChannelGraph, System]) -> None:
+    graph, _ = result
     assert graph_from_json(graph_to_json(graph)) == graph
 
 
 @given(channel_graphs())
-def test_xml_round_trip(made: tuple[ChannelGraph, System]) -> None:
-    graph, system = made
+def test_xml_round_trip(result: tuple[ChannelGraph, System]) -> None:
+    graph, system = result
     (back,) = graphs_from_xml(graphs_to_xml([graph], system), system).values()
     start = start_graph(graph.kind, graph.n_channels)
     for name in ("bw_intra", "bw_inter", "latency_inter"):
@@ -140,7 +140,7 @@ def file_of(graph: str, *channels: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("text", "message"),
     [
         ("", "not XML"),
         ('<system version="1"/>', "begins with <system>"),
@@ -207,8 +207,8 @@ def file_of(graph: str, *channels: str) -> str:
         ),
     ],
 )
-def test_invalid_file_is_rejected_with_a_reason(text: str, complaint: str) -> None:
-    with pytest.raises(TopologyError, match=complaint):
+def test_invalid_file_is_rejected_with_a_reason(text: str, message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
         graphs_from_xml(text, machine(2, 0))
 
 

@@ -19,21 +19,21 @@ from miraccl.types import Collective
 from tests.support.ranks import run_ranks
 
 
-def places(*pairs):
+def locations(*pairs):
     return [RankLocation(host=host, numa=numa) for host, numa in pairs]
 
 
 def test_block_placement_is_the_identity():
-    assert order_ranks(places((0, 0), (0, 0), (0, 1), (1, 0), (1, 1))) == (0, 1, 2, 3, 4)
+    assert order_ranks(locations((0, 0), (0, 0), (0, 1), (1, 0), (1, 1))) == (0, 1, 2, 3, 4)
 
 
 def test_round_robin_placement_is_grouped_by_host():
-    assert order_ranks(places((0, -1), (1, -1), (0, -1), (1, -1))) == (0, 2, 1, 3)
-    assert order_ranks(places((0, 1), (0, 0), (0, 1), (0, 0))) == (1, 3, 0, 2)
+    assert order_ranks(locations((0, -1), (1, -1), (0, -1), (1, -1))) == (0, 2, 1, 3)
+    assert order_ranks(locations((0, 1), (0, 0), (0, 1), (0, 0))) == (1, 3, 0, 2)
 
 
 def test_domains_are_visited_in_the_given_order():
-    assert order_ranks(places((0, 0), (0, 1), (0, 2)), domains=[2, 0, 1]) == (2, 0, 1)
+    assert order_ranks(locations((0, 0), (0, 1), (0, 2)), domains=[2, 0, 1]) == (2, 0, 1)
 
 
 @pytest.mark.parametrize(

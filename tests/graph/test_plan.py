@@ -77,8 +77,10 @@ def test_nodes_of_a_host_are_numbered_by_rank() -> None:
 
 def test_a_file_that_lists_ranks_in_another_order_can_be_split() -> None:
     alone = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-    made = plan_to_json(plan(TOPOLOGIES / "pcie8-amd-direct-1nic.xml", env=alone))
-    assert made["domains"] == [[rank] for rank in range(8)]  # in the file they are 0 1 6 7 2 3 4 5
+    result = plan_to_json(plan(TOPOLOGIES / "pcie8-amd-direct-1nic.xml", env=alone))
+    assert result["domains"] == [
+        [rank] for rank in range(8)
+    ]  # in the file they are 0 1 6 7 2 3 4 5
 
 
 def test_gpu_selection_needs_a_file() -> None:
@@ -125,10 +127,10 @@ def test_settings_reach_their_stage() -> None:
 
 
 def test_a_thousand_nodes() -> None:
-    made = plan(H100, nodes=1024)
-    assert made.connections.rings.shape == (made.connections.channels, 8192)
-    assert made.connections.nvls is not None
-    assert plan_to_json(made)["tuning"]["choice"]["AllReduce"][-1][1] in (
+    result = plan(H100, nodes=1024)
+    assert result.connections.rings.shape == (result.connections.channels, 8192)
+    assert result.connections.nvls is not None
+    assert plan_to_json(result)["tuning"]["choice"]["AllReduce"][-1][1] in (
         "NVLSTree",
         "Tree",
         "Ring",
@@ -157,14 +159,14 @@ def test_keys_follow_content_settings_and_kind() -> None:
 
 
 def test_cached_plan_is_reused(tmp_path: Path) -> None:
-    made = []
+    result = []
 
     def make() -> dict[str, object]:
-        made.append(1)
+        result.append(1)
         return {"answer": 42}
 
     first, second = (cached_document(tmp_path, "k", make) for _ in range(2))
-    assert (len(made), first.hit, second.hit) == (1, False, True)
+    assert (len(result), first.hit, second.hit) == (1, False, True)
     assert first.text == second.text
     assert second.data == {"answer": 42}
 
@@ -213,12 +215,12 @@ Explained = dict[str, Any]
 @pytest.fixture(scope="module")
 def explained() -> Explained:
     notes = PathChangeLog()
-    made = make_plan(H100, PlanRequest.read({}, nodes=2), recorder=notes)
+    result = make_plan(H100, PlanRequest.read({}, nodes=2), recorder=notes)
     return {
-        "plan": made,
-        "json": plan_to_json(made),
-        "explain": explain_plan(made, notes),
-        "bound": bound_section(made),
+        "plan": result,
+        "json": plan_to_json(result),
+        "explain": explain_plan(result, notes),
+        "bound": bound_section(result),
     }
 
 
@@ -320,8 +322,8 @@ def test_unbalanced_machine_has_a_caveat() -> None:
     assert bound is not None
     assert bound["reached"] == {"allGather": False, "reduceScatter": False, "allReduceByTwo": False}
     assert "more nodes may exceed it" in bound["sentences"][0]
-    told = [line for line in bound["sentences"] if "may be out of reach" in line]
-    assert [("NIC/0-20000@0" in line, "PCI/0-18000@0" in line) for line in told] == [
+    lines = [line for line in bound["sentences"] if "may be out of reach" in line]
+    assert [("NIC/0-20000@0" in line, "PCI/0-18000@0" in line) for line in lines] == [
         (True, False),
         (False, True),
     ]

@@ -25,40 +25,42 @@ PAIRS = TOPOLOGIES / "pcie4-1s-2nic-perpair.xml"
 SMALL = TOPOLOGIES / "single-h100-1nic.xml"
 
 
-def written(made: Plan) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(json.dumps(plan_to_json(made)))
+def written(result: Plan) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(json.dumps(plan_to_json(result)))
     return document
 
 
-def assert_same(loaded: Plan, made: Plan) -> None:
+def assert_same(loaded: Plan, result: Plan) -> None:
     """Compare everything except unwritten parts: reports, the file's tree, labels."""
-    assert written(loaded) == written(made)
-    assert (loaded.request, loaded.name) == (made.request, made.name)
-    assert loaded.topology.nranks == made.topology.nranks
-    for ours, theirs in zip(loaded.topology.domains, made.topology.domains, strict=True):
+    assert written(loaded) == written(result)
+    assert (loaded.request, loaded.name) == (result.request, result.name)
+    assert loaded.topology.nranks == result.topology.nranks
+    for ours, theirs in zip(loaded.topology.domains, result.topology.domains, strict=True):
         assert (ours.ranks, ours.paths) == (theirs.ranks, theirs.paths)
     assert [search.graphs for search in loaded.searches] == [
-        search.graphs for search in made.searches
+        search.graphs for search in result.searches
     ]
-    assert loaded.model == made.model
+    assert loaded.model == result.model
     for name in ("graphs", "count", "p2p", "per_domain", "tree_depth", "min_sm", "max_sm"):
-        assert getattr(loaded.connections, name) == getattr(made.connections, name)
-    np.testing.assert_array_equal(loaded.connections.rings, made.connections.rings)
-    assert bound_section(loaded) == bound_section(made)
+        assert getattr(loaded.connections, name) == getattr(result.connections, name)
+    np.testing.assert_array_equal(loaded.connections.rings, result.connections.rings)
+    assert bound_section(loaded) == bound_section(result)
 
 
 @pytest.mark.golden
 @pytest.mark.parametrize("case", sample(9, 4))
 def test_plan_round_trip(case: GoldenCase) -> None:
     options = case.options
-    made = plan(case.topology, options.nodes, options.gpus, options.collnet, options.fuse, case.env)
-    assert_same(plan_from_json(written(made)), made)
+    result = plan(
+        case.topology, options.nodes, options.gpus, options.collnet, options.fuse, case.env
+    )
+    assert_same(plan_from_json(written(result)), result)
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_round_trip_of_one_gpu_with_collnet(nodes: int) -> None:
-    made = plan(SMALL, nodes, collnet=True)
-    assert_same(plan_from_json(written(made)), made)
+    result = plan(SMALL, nodes, collnet=True)
+    assert_same(plan_from_json(written(result)), result)
 
 
 @pytest.mark.golden
@@ -75,23 +77,23 @@ def test_reference_results_can_be_read(case: GoldenCase) -> None:
 
 
 def test_round_trip_of_domains_and_settings() -> None:
-    made = plan(APART, nodes=2, env={"NCCL_MAX_NCHANNELS": "3"})
-    assert len(made.topology.domains) == 2
-    loaded = plan_from_json(written(made))
-    assert_same(loaded, made)
+    result = plan(APART, nodes=2, env={"NCCL_MAX_NCHANNELS": "3"})
+    assert len(result.topology.domains) == 2
+    loaded = plan_from_json(written(result))
+    assert_same(loaded, result)
     assert loaded.request.connect.max_channels == 3
 
 
 def test_round_trip_of_graphs_from_a_file() -> None:
     first = plan(PAIRS)
     xml = graphs_to_xml(first.searches[0].graphs, first.topology.system)
-    made = make_plan(PAIRS, PlanRequest.read({"NCCL_CROSS_NIC": "0"}, graph_xml=xml))
-    assert_same(plan_from_json(written(made)), made)
+    result = make_plan(PAIRS, PlanRequest.read({"NCCL_CROSS_NIC": "0"}, graph_xml=xml))
+    assert_same(plan_from_json(written(result)), result)
 
 
 def test_unknown_keys_are_ignored() -> None:
-    made = plan(SMALL)
-    assert_same(plan_from_json(written(made) | {"bound": {}, "explain": None}), made)
+    result = plan(SMALL)
+    assert_same(plan_from_json(written(result) | {"bound": {}, "explain": None}), result)
 
 
 # Refusals
@@ -102,12 +104,12 @@ GONE = object()
 
 @cache
 def documents() -> dict[str, dict[str, Any]]:
-    made = {
+    result = {
         "single": plan(SMALL, nodes=2),
         "pairs": plan(PAIRS, nodes=2),
         "apart": plan(APART, nodes=2),
     }
-    return {name: written(one) for name, one in made.items()}
+    return {name: written(one) for name, one in result.items()}
 
 
 def edited(name: str, path: str, to: Any) -> dict[str, Any]:

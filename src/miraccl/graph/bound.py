@@ -129,8 +129,8 @@ class BandwidthBound:
         ]
 
 
-def _join_some(words: Sequence[object], count: int) -> str:
-    return ", ".join(map(str, words[:count])) + (", ..." if len(words) > count else "")
+def _join_some(items: Sequence[object], count: int) -> str:
+    return ", ".join(map(str, items[:count])) + (", ..." if len(items) > count else "")
 
 
 def bandwidth_bound(

@@ -65,19 +65,19 @@ class PlanRequest:
         """
         if nodes < 1:
             raise InvalidUsage(f"cannot plan for {nodes} nodes: a job has at least 1")
-        seen = _RecordingEnviron(environ)
-        collnet = params.COLLNET_ENABLE.read(seen) == 1 and collnet
+        recording = _RecordingEnviron(environ)
+        collnet = params.COLLNET_ENABLE.read(recording) == 1 and collnet
         request = cls(
             nodes=nodes,
             gpus=tuple(gpus),
             collnet=collnet,
             fuse=fuse,
-            paths=PathOptions.read(seen),
-            search=SearchSettings.read(seen, collnet=collnet, graph_xml=graph_xml),
-            connect=ConnectSettings.read(seen),
-            tuning=TuningSettings.read(seen),
+            paths=PathOptions.read(recording),
+            search=SearchSettings.read(recording, collnet=collnet, graph_xml=graph_xml),
+            connect=ConnectSettings.read(recording),
+            tuning=TuningSettings.read(recording),
         )
-        return replace(request, variables=tuple(sorted(seen.found.items())))
+        return replace(request, variables=tuple(sorted(recording.found.items())))
 
     @property
     def topo(self) -> TopoOptions:

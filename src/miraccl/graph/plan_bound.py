@@ -22,7 +22,7 @@ MAX_NODES = 16
 """Nodes for which the bound is computed at most: on a balanced machine it also bounds more."""
 
 
-def bound_section(made: Plan) -> dict[str, Any] | None:
+def bound_section(plan: Plan) -> dict[str, Any] | None:
     """Return section ``bound`` of a plan's JSON, or None for a plan without a bound.
 
     ``allGather``, ``reduceScatter`` and ``allReduce`` are bus bandwidths (GB/s) that no schedule
@@ -31,12 +31,12 @@ def bound_section(made: Plan) -> dict[str, Any] | None:
     best, the algorithm and protocol, and its share of the bound. ``nodes`` is the number of nodes
     the bound was computed for, ``sentences`` the summary as text.
     """
-    nodes = min(made.request.nodes, MAX_NODES)
+    nodes = min(plan.request.nodes, MAX_NODES)
     # NICs carry traffic between nodes and between domains of one node.
-    network = nodes > 1 or len(made.topology.domains) > 1
+    network = nodes > 1 or len(plan.topology.domains) > 1
     try:
-        graph = flow_network(made.topology.whole, nodes, network=network)
-        fewer, balanced = nodes < made.request.nodes, not any(graph.surplus)
+        graph = flow_network(plan.topology.whole, nodes, network=network)
+        fewer, balanced = nodes < plan.request.nodes, not any(graph.surplus)
         bound = bound_network(graph, holds_for_more_nodes=fewer and balanced)
     except (InvalidUsage, TopologyError):
         return None
@@ -48,7 +48,7 @@ def bound_section(made: Plan) -> dict[str, Any] | None:
     shares = {
         TUNED[coll]: share
         for coll, limit in best.items()
-        if (share := _share(made.model, coll, limit))
+        if (share := _share(plan.model, coll, limit))
     }
     return {
         "nodes": nodes,

@@ -102,6 +102,8 @@ def _store(target: Path, content: bytes) -> None:
 
 
 def _prune(folder: Path) -> None:
-    kept = sorted(folder.glob(f"{_PREFIX}*"), key=lambda file: file.stat().st_mtime, reverse=True)
-    for file in kept[MAX_FILES:]:
+    newest_first = sorted(
+        folder.glob(f"{_PREFIX}*"), key=lambda file: file.stat().st_mtime, reverse=True
+    )
+    for file in newest_first[MAX_FILES:]:
         file.unlink(missing_ok=True)

@@ -120,5 +120,5 @@ def _read_nccl_variable(param: params.Param[str], environ: Mapping[str, str]) ->
 def _leading_integers(text: str) -> tuple[int, ...]:
     """Return the integers at the start of a text like ``sscanf`` with 64 bits."""
     match = re.match(r"(?:\s*[+-]?[0-9]+)*", text)
-    words = re.findall(r"[+-]?[0-9]+", match[0]) if match else []
-    return tuple(_clamp(int(word[:30]), -(1 << 63), (1 << 63) - 1) for word in words)
+    numbers = re.findall(r"[+-]?[0-9]+", match[0]) if match else []
+    return tuple(_clamp(int(number[:30]), -(1 << 63), (1 << 63) - 1) for number in numbers)

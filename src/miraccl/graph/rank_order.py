@@ -24,22 +24,22 @@ class RankLocation:
     numa: int = -1
 
 
-def order_ranks(places: Sequence[RankLocation], domains: Sequence[int] = ()) -> tuple[int, ...]:
+def order_ranks(locations: Sequence[RankLocation], domains: Sequence[int] = ()) -> tuple[int, ...]:
     """Return the ranks in the order in which rings and chains visit them.
 
     Returns the identity if ranks are placed in blocks already. ``domains`` is the order of NUMA
     domains within a host; domains missing from it come last, by number.
     """
-    hosts = list(dict.fromkeys(place.host for place in places))
+    hosts = list(dict.fromkeys(location.host for location in locations))
     rank_of_domain = {domain: i for i, domain in enumerate(domains)}
 
     def key(rank: int) -> tuple[int, int, int, int]:
-        place = places[rank]
+        location = locations[rank]
         return (
-            hosts.index(place.host),
-            rank_of_domain.get(place.numa, len(rank_of_domain)),
-            place.numa,
+            hosts.index(location.host),
+            rank_of_domain.get(location.numa, len(rank_of_domain)),
+            location.numa,
             rank,
         )
 
-    return tuple(sorted(range(len(places)), key=key))
+    return tuple(sorted(range(len(locations)), key=key))

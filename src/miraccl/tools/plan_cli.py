@@ -251,16 +251,16 @@ def _compute(source: PlanSource, request: PlanRequest, depth: str) -> dict[str, 
     from miraccl.topo.explain import PathChangeLog
 
     notes = PathChangeLog() if depth == "explain" else None
-    made = replace(make_plan(source.root, request, recorder=notes), name=source.name)
-    result = plan_to_json(made)
+    plan = replace(make_plan(source.root, request, recorder=notes), name=source.name)
+    result = plan_to_json(plan)
     if depth != "plan":
         from miraccl.graph.plan_bound import bound_section
 
-        result["bound"] = bound_section(made)
+        result["bound"] = bound_section(plan)
     if notes is not None:
         from miraccl.graph.plan_explain import explain_plan
 
-        result["explain"] = explain_plan(made, notes)
+        result["explain"] = explain_plan(plan, notes)
     return result
 
 

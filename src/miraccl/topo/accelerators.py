@@ -248,10 +248,10 @@ class _TomlTable:
     where: str
     data: Mapping[str, Any]
 
-    def fail(self, key: str, wanted: str) -> TopologyError:
+    def fail(self, key: str, expected: str) -> TopologyError:
         name = f"{self.where}.{key}" if self.where else key
         return TopologyError(
-            f"cannot read {self.source}: {name} is {self.data.get(key)!r}, expected {wanted}"
+            f"cannot read {self.source}: {name} is {self.data.get(key)!r}, expected {expected}"
         )
 
     def allow_only(self, *keys: str) -> None:

@@ -78,7 +78,7 @@ def check_topology(file: XmlFile) -> list[TopologyFinding]:
     }
     found = []
     for line, text in file.notes:
-        fix = next((fix for words, fix in fixes.items() if words in text), "")
+        fix = next((fix for phrase, fix in fixes.items() if phrase in text), "")
         found.append(TopologyFinding(severity="note", line=line, text=text, fix=fix))
     if file.version == 2:
         text = (
@@ -107,8 +107,8 @@ def _describe_error(error: TopologyError) -> TopologyFinding:
     text = error.message
     fix = ""
     if any(
-        words in text
-        for words in ("not closed", "no element found", "mismatched tag", "unclosed token")
+        phrase in text
+        for phrase in ("not closed", "no element found", "mismatched tag", "unclosed token")
     ):
         fix = "close every element, <pci ...>...</pci> or <pci .../>"
     elif "duplicate attribute" in text:
