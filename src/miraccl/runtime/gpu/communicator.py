@@ -16,7 +16,7 @@ import contextlib
 import ctypes
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from miraccl import trace
@@ -34,31 +34,27 @@ from miraccl.errors import (
     SystemFailure,
 )
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.copies import CopyLaunch, WindowPosition
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.launch import KernelLaunch, Kernels, driver_addresses
 from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.message_launch import MessageLaunches
 from miraccl.executor.cuda.messages import WarpQueueRules
-from miraccl.executor.cuda.one_sided import OneSidedLaunch, make_launch
-from miraccl.executor.cuda.plan import DevicePlan, Request
-from miraccl.executor.cuda.staged_copies import StagedLaunch
+from miraccl.executor.cuda.one_sided import OneSidedLaunch
+from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.fastpath.cuda.table import CALLS, CudaFastPath, FastCall, group_builtins
-from miraccl.ops.arguments import resolve_operator
 from miraccl.planning.cta_limits import CtaLimits
-from miraccl.planning.device_candidates import DeviceCandidate, candidates
 from miraccl.planning.device_planner import DevicePlanner
 from miraccl.planning.ring_order import RingOrder, find_ring
 from miraccl.runtime import forks, summary
 from miraccl.runtime import group as groups
 from miraccl.runtime.control import GPU_SETUP, ControlPlane, NullControlPlane
 from miraccl.runtime.forks import closed_reason
-from miraccl.runtime.gpu.collectives import SUM, DeviceCollectives
-from miraccl.runtime.gpu.engines import MAX_LAUNCHES, CopyEngines
+from miraccl.runtime.gpu.collective_calls import CollectiveCalls
+from miraccl.runtime.gpu.engines import CopyEngines
 from miraccl.runtime.gpu.faults import DeviceFaults
 from miraccl.runtime.gpu.grouped import FastPathGroupable
 from miraccl.runtime.gpu.keep_alive import KeepAlive
-from miraccl.runtime.gpu.launch_order import SMALL_THREADS, LaunchOrders, thread_launch_orders
+from miraccl.runtime.gpu.launch_order import LaunchOrders, thread_launch_orders
 from miraccl.runtime.gpu.memory import DeviceMemory, array_kinds
 from miraccl.runtime.gpu.messages import MessageCalls, message_frame
 from miraccl.runtime.gpu.probe import DeviceProbe
@@ -68,14 +64,12 @@ from miraccl.runtime.gpu.windows import DeviceWindows
 from miraccl.runtime.options import Options
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.transport.cuda_p2p import Explanation, SymmetricMemory
-from miraccl.types import Collective, DType, Operator, RedOp
 
 _log = trace.logger("init")
-AnyLaunch = KernelLaunch | OneSidedLaunch | CopyLaunch | StagedLaunch
 CLOSE_WAIT_S = 10.0
 
 
-class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
+class DeviceCommunicator(CollectiveCalls, MessageCalls, FastPathGroupable):
     """Communicator for GPU memory on one host.
 
     Created collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU.
@@ -261,68 +255,6 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
             self.abort(str(error))
             raise
 
-    def _run(
-        self,
-        collective: Collective,
-        source: DeviceMemory,
-        target: DeviceMemory,
-        count: int,
-        op: Operator,
-        root: int,
-        stream: Any,
-    ) -> None:
-        if self.closed:  # raises
-            self.check(collective.label)
-        self._check_writable(target, collective, root, collective.label)
-        if type(op) is not RedOp:  # reject invalid operators, which may be unhashable, before `key`
-            resolve_operator(op, source.dtype, collective.label)
-        if self.nranks == 1 or count == 0:
-            enqueued = self._run_alone(collective, source, target, op, stream)
-        else:
-            key: tuple[Any, ...] = (collective, source.dtype, count, op, root)
-            launch: AnyLaunch | None = None
-            if self._engines.may_handle(
-                collective, self._windows is not None, count * source.dtype.itemsize
-            ):
-                place = (
-                    self._windows.locate(target)
-                    if self._windows is not None and self._same_window_offset
-                    else None
-                )
-                launch = self._engines.find_launch(
-                    collective,
-                    source.dtype,
-                    count,
-                    root,
-                    place,
-                    lambda: self.request(collective, source.dtype, count, SUM, root),
-                )
-            if launch is None:
-                launch = self._launches.get(key) or self._prepare(key)
-            self._start(launch, source.address, target.address, stream, collective)
-            enqueued = True
-        if enqueued and (source.keep is not None or target.keep is not None):
-            self.retain([source, target], self._fast_path.stream)
-
-    @contextlib.contextmanager
-    def any_window_offset(self) -> Iterator[None]:
-        """Allow outputs at different window offsets, or outside windows, on the ranks in the block.
-
-        Copy engines then treat no output as window memory.
-        """
-        self._same_window_offset = False
-        try:
-            yield
-        finally:
-            self._same_window_offset = True
-
-    def _start(
-        self, launch: AnyLaunch, source: int, target: int, stream: Any, collective: Collective
-    ) -> None:
-        number = self.enter_operation(collective.label, stream, launch.threads > SMALL_THREADS)
-        launch.run(source, target, number)
-        self.last_plan = launch.plan
-
     @property
     def last_plan(self) -> DevicePlan | None:
         """Plan of the last operation."""
@@ -334,122 +266,9 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         self._plan = plan
         self._fast_path.clear_last()
 
-    def _run_alone(
-        self,
-        collective: Collective,
-        source: DeviceMemory,
-        target: DeviceMemory,
-        op: Operator,
-        stream: Any,
-    ) -> bool:
-        """Run an operation of a single rank, or of no elements; return True if work was enqueued.
-
-        The result is the input, or its product with the operator's scalar.
-        """
-        kind, _ = resolve_operator(op, source.dtype, collective.label)
-        self.check(collective.label)
-        if kind is RedOp.PREMUL_SUM and source.count:
-            key = (collective, source.dtype, source.count, op, 0)
-            self._start(
-                self._launches.get(key) or self._prepare(key),
-                source.address,
-                target.address,
-                stream,
-                collective,
-            )
-        elif source.nbytes and source.address != target.address:
-            self.gpu.copy(
-                target.address,
-                source.address,
-                source.nbytes,
-                self.enter_operation(collective.label, stream, False),
-            )
-        else:
-            return False
-        return True
-
-    def _prepare(self, key: tuple[Any, ...]) -> KernelLaunch | OneSidedLaunch:
-        collective, dtype, count, op, root = key
-        request = self.request(collective, dtype, count, op, root)
-        launch: KernelLaunch | OneSidedLaunch
-        with self.gpu.device_guard():
-            if self.nranks == 1:
-                launch = self._kernels.prepare_scale(request, self._comm_args)
-            else:
-                launch = make_launch(
-                    self._kernels,
-                    self.planner.plan(request),
-                    request,
-                    self._comm_args,
-                    self._in_window,
-                )
-        if len(self._launches) >= MAX_LAUNCHES:
-            self._drop_launches()
-        self._launches[key] = launch
-        engines = self._engines.may_handle(
-            collective, self._windows is not None, request.block_bytes
-        )
-        if isinstance(launch, KernelLaunch) and not engines:
-            # With copy engines the launch depends on the addresses, so each call selects it.
-            self._fast_path.add_collective(
-                collective,
-                dtype,
-                count,
-                op,
-                root,
-                launch,
-                saturates_gpu=launch.threads > SMALL_THREADS,
-            )
-        return launch
-
-    def _in_window(self, address: int, nbytes: int) -> WindowPosition | None:
-        return (
-            self._windows.locate(DeviceMemory(address, nbytes, DType.UINT8))
-            if self._windows is not None
-            else None
-        )
-
-    def _drop_launches(self) -> None:
-        """Discard all prepared collectives."""
-        self._launches.clear()
-        self._fast_path.remove_collectives()
-
-    def request(
-        self, collective: Collective, dtype: DType, count: int, op: Operator = SUM, root: int = 0
-    ) -> Request:
-        """Return the planner's input for an operation; ``count``: elements per block."""
-        return self.ctas.apply(self.planner.request(collective, dtype, count, op, root))
-
-    def explain(
-        self, collective: Collective, block_bytes: int, dtype: DType, op: Operator = SUM
-    ) -> list[DeviceCandidate]:
-        """Return all candidates for ``collective`` on blocks of this size, the chosen one first.
-
-        Nothing is communicated.
-        """
-        request = self.request(
-            collective, dtype, block_bytes // dtype.itemsize, op if collective.reduces else SUM
-        )
-        return candidates(
-            request,
-            order=self.ring.order,
-            order_reason=self.ring.reason,
-            connections=self.connections(),
-            given=self.planner.user_plan(request),
-            no_multiprocessors=self.ctas.copy_engines_only,
-            all_direct=self.symmetric.all_direct,
-        )
-
     def connections(self) -> Explanation:
         """Return the data path of each pair of ranks, with the reason."""
         return self.symmetric.explain()
-
-    def use_plan(
-        self, collective: Collective, dtype: DType, count: int, plan: DevicePlan, op: RedOp = SUM
-    ) -> None:
-        """Run operations of this kind with ``plan`` from now on; all ranks must pass the same."""
-        self.planner.use(collective, dtype, count, plan, op)
-        self._drop_launches()
 
     def last_stream(self, capture: int) -> int:
         """Return the stream of the last operation (``launch_order.Launcher``)."""
