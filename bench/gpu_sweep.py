@@ -237,7 +237,9 @@ def sweep_limits(
     for name, (theirs, ours) in pairs.items():
         cells = [f"nccl {timer.slowest(timer.plain(theirs, iterations_for(size) // 2, 5)):.1f}"]
         for number in numbers:
-            comm.ctas = CtaLimits(max_sms=min(number, agreed.max_sms), fixed=number < agreed.max_sms)
+            comm.ctas = CtaLimits(
+                max_sms=min(number, agreed.max_sms), fixed=number < agreed.max_sms
+            )
             comm._forget()
             us = timer.slowest(timer.plain(ours, iterations_for(size) // 2, 5))
             plan = comm.last_plan

@@ -1,4 +1,6 @@
-"""What all tests share: no test may leave the settings of another one's environment behind, none fails because the machine is busy."""
+"""What all tests share: no test may leave the settings of another one's environment behind, none
+fails because the machine is busy.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,18 @@ settings.load_profile("shared machine")
 
 
 def pytest_collection_finish() -> None:
-    """The collector need not go through torch, Numba and all tests again, each time that a test makes many objects."""
+    """The collector need not go through torch, Numba and all tests again, each time that a test
+    makes many objects.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A developer's MIRACCL_ALGO must not decide what a test sees; the cache folder of kernels stays, for speed."""
+    """A developer's MIRACCL_ALGO must not decide what a test sees; the cache folder of kernels
+    stays, for speed.
+    """
     for name in list(os.environ):
         if (name.startswith(_OURS) and name != "MIRACCL_CACHE_DIR") or name in _TORCHRUN:
             monkeypatch.delenv(name)
@@ -36,7 +42,9 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _log_as_it_was() -> Iterator[None]:
-    """Communicators begin with ``trace.configure``, which lasts: a later test would capture lines twice or never."""
+    """Communicators begin with ``trace.configure``, which lasts: a later test would capture lines
+    twice or never.
+    """
     log = logging.getLogger("miraccl")
     handlers, propagate, level = list(log.handlers), log.propagate, log.level
     yield

@@ -1,4 +1,6 @@
-"""The doors of a communicator of one rank: what they take, what they leave to Python, and the table of plans behind them."""
+"""The doors of a communicator of one rank: what they take, what they leave to Python, and the table
+of plans behind them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def comm() -> Iterator[Communicator]:
 
 
 def entered(comm: Communicator, array: Any) -> int:
-    """What the door of all_reduce says to an array."""
+    """Return the answer of the fast call of all_reduce for an array."""
     return comm._all_reduce(array, None, RedOp.SUM, False, None)
 
 

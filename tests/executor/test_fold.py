@@ -1,4 +1,6 @@
-"""Compiled reductions against NumPy: every type, operator and number of sources, unaligned memory, the result over one of the sources."""
+"""Compiled reductions against NumPy: every type, operator and number of sources, unaligned memory,
+the result over one of the sources.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The words that compiled code and Python share: no two fields of a record in one place, and the FIFO as transports define it."""
+"""The words that compiled code and Python share: no two fields of a record in one place, and the
+FIFO as transports define it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What CPU ranks cannot run is right by the verifier, and is refused on all ranks alike; everything built in can be run."""
+"""Schedules that CPU ranks cannot run although they verify: rejected on all ranks alike."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ REFUSED = {
         [signal([1]), barrier(), send(inp(0), 1)],
         [barrier(), wait([0]), recv(out(0), 0)],
     ),
-    r"rank 0, step 8 \(signal peers 1\): gets stuck on CPUs, where 8 messages and signals at most": broadcast(
+    r"rank 0, step 8 \(signal peers 1\): gets stuck on CPUs, where 8 messages and ": broadcast(
         [*[signal([1])] * 9, *[wait([1])] * 9, barrier()],
         [*[signal([0])] * 9, *[wait([0])] * 9, get(inp(0), out(0), 0), barrier()],
     ),

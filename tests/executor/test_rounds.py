@@ -1,4 +1,6 @@
-"""Signals are left out of rounds together with their waits, and only where nothing hangs on their order."""
+"""Signals are left out of rounds together with their waits, and only where nothing hangs on their
+order.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The page "Coming from NCCL, Gloo or MPI": every call in it exists and takes these arguments, and every variable means what it says."""
+"""The page "Coming from NCCL, Gloo or MPI": every call in it exists and takes these arguments, and
+every variable means what it says.
+"""
 
 from __future__ import annotations
 

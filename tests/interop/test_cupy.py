@@ -1,4 +1,6 @@
-"""CuPy arrays in GPU memory: used where they lie, in CuPy's current stream.  Ranks share a GPU where there is only one."""
+"""CuPy arrays in GPU memory: used where they lie, in CuPy's current stream.  Ranks share a GPU
+where there is only one.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,9 @@ def test_in_the_current_stream_beside_pytorch() -> None:
 
 
 def streams_that_end(given: bool) -> list[float]:
-    """An operation in each of many streams, which CuPy destroys with their objects, the arrays' last."""
+    """An operation in each of many streams, which CuPy destroys with their objects, the arrays'
+    last.
+    """
     import cupy
 
     with miraccl.init(timeout=60.0) as comm:

@@ -71,7 +71,9 @@ def test_values_that_are_not_there_yet() -> None:
 
 
 def test_the_function_that_doors_on_gpu_memory_call() -> None:
-    """``__dlpack__`` is a wrapper around it.  Of an array in several parts it gives the first one, so doors look at the sharding."""
+    """``__dlpack__`` is a wrapper around it.  Of an array in several parts it gives the first one,
+    so doors look at the sharding.
+    """
     x = jnp.arange(4.0)
     words, (_, export, _) = foreign_record(type(x), ArrayProtocol(dlpack=True, immutable=True))
     assert words[fast_call_layout.FOREIGN_EXPORT] == id(export)
@@ -85,7 +87,9 @@ def test_the_function_that_doors_on_gpu_memory_call() -> None:
 
 
 def collectives() -> dict[str, list[Any]]:
-    """Everything with JAX arrays as input; results go to NumPy's and are made JAX arrays without a copy where they are aligned."""
+    """Everything with JAX arrays as input; results go to NumPy's and are made JAX arrays without a
+    copy where they are aligned.
+    """
     import jax
 
     jax.config.update("jax_platforms", "cpu")

@@ -1,5 +1,7 @@
-"""JAX arrays in GPU memory: inputs that are read where they lie, after what JAX still computes.  Results go to another library's arrays and
-become JAX's again without a copy.  Ranks share a GPU where there is only one."""
+"""JAX arrays in GPU memory: inputs that are read where they lie, after what JAX still computes.
+Results go to another library's arrays and become JAX's again without a copy.  Ranks share a GPU
+where there is only one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What one rank of a job does under a real launcher: ``python job.py SCENARIO FOLDER``, the result in FOLDER/rank.json."""
+"""One rank of a job under a real launcher: ``python job.py SCENARIO FOLDER``.
+
+The result goes to FOLDER/rank.json.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ from miraccl.bootstrap.launch import detect_launch
 
 
 def world() -> dict[str, Any]:
-    """Two communicators after one another from the environment alone: the second meeting must not find the first one's traces."""
+    """Two communicators after one another from the environment alone: the second meeting must not
+    find the first one's traces.
+    """
     launch = detect_launch(os.environ)
     assert "mpi4py" not in sys.modules
     sums = []
@@ -48,7 +53,9 @@ def death() -> dict[str, Any]:
 
 
 def over_mpi() -> dict[str, Any]:
-    """``init(mpi_comm)`` over the world, its halves at the same time, and the world turned round."""
+    """``init(mpi_comm)`` over the world, its halves at the same time, and the world turned
+    round.
+    """
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD

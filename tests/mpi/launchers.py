@@ -1,7 +1,9 @@
-"""The launchers of MPI that these tests run for real, and how each is told to start few ranks anywhere, also as root.
+"""The launchers of MPI that these tests run for real, and how each is told to start few ranks
+anywhere, also as root.
 
-They are the ``mpirun`` on PATH, and what MIRACCL_TEST_MPIRUN lists: MPIRUN or MPIRUN=PYTHON, separated by colons.  PYTHON has
-mpi4py for that library; by default it is the one beside MPIRUN, else the one that runs the tests.
+They are the ``mpirun`` on PATH, and what MIRACCL_TEST_MPIRUN lists: MPIRUN or MPIRUN=PYTHON,
+separated by colons.  PYTHON has mpi4py for that library; by default it is the one beside MPIRUN,
+else the one that runs the tests.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ PATIENCE = 150.0
 
 @dataclass(frozen=True)
 class Mpirun:
-    """``library`` is ompi4, ompi5, mpich or unknown; ``python`` the interpreter for programs with mpi4py."""
+    """``library`` is ompi4, ompi5, mpich or unknown; ``python`` the interpreter for programs with
+    mpi4py.
+    """
 
     path: str
     python: str
@@ -83,7 +87,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @functools.cache
 def lacks(python: str, *modules: str) -> str:
-    """Why ``python`` cannot run programs with these modules and miraccl, empty if it can."""
+    """Return why ``python`` cannot run programs with these modules and miraccl; empty if it can."""
     names = ", ".join(["miraccl.api.init", *modules])
     done = subprocess.run(
         [python, "-c", f"import {names}"],
@@ -99,7 +103,9 @@ def lacks(python: str, *modules: str) -> str:
 def run_job(
     command: list[str], scenario: str, folder: Path, *, python: str = sys.executable, **env: str
 ) -> list[dict[str, Any]]:
-    """Run ``job.py`` under ``command``; the results of the ranks that wrote one, in order of rank."""
+    """Run ``job.py`` under ``command``; the results of the ranks that wrote one, in order of
+    rank.
+    """
     folder.mkdir(exist_ok=True)
     program = [python, str(Path(__file__).with_name("job.py")), scenario, str(folder)]
     done = subprocess.run(

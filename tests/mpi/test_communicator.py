@@ -1,4 +1,6 @@
-"""``init(mpi_comm)`` over objects that are no more than Get_rank, Get_size and bcast; ranks are threads."""
+"""``init(mpi_comm)`` over objects that are no more than Get_rank, Get_size and bcast; ranks are
+threads.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ PATIENCE = 30.0
 
 
 class Wire:
-    """What MPI is here: rank 0's object to all others."""
+    """Stand-in for MPI: broadcasts rank 0's object."""
 
     def __init__(self, nranks: int) -> None:
         self.nranks = nranks

@@ -1,4 +1,6 @@
-"""Jobs under real ``mpirun``: of Open MPI 4 and 5 and MPICH where they are, by their environment alone and over mpi4py."""
+"""Jobs under real ``mpirun``: of Open MPI 4 and 5 and MPICH where they are, by their environment
+alone and over mpi4py.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Jobs under a real Slurm of two nodes, both on this host: controller and node daemons run as root on ports of their own.
+"""Jobs under a real Slurm of two nodes, both on this host: controller and node daemons run as root
+on ports of their own.
 
-Without ``srun``, ``slurmctld`` and ``slurmd`` (Debian: slurm-client, slurmctld, slurmd), or without root, these tests are skipped;
-tests/bootstrap/test_launch.py has what srun sets in any case.
+Without ``srun``, ``slurmctld`` and ``slurmd`` (Debian: slurm-client, slurmctld, slurmd), or without
+root, these tests are skipped; tests/bootstrap/test_launch.py has what srun sets in any case.
 """
 
 from __future__ import annotations
@@ -110,7 +111,9 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 
 def _end_jobs(env: dict[str, str]) -> None:
-    """Without this the keepers of steps that are just ending would stay behind, with nobody to report to."""
+    """Without this the keepers of steps that are just ending would stay behind, with nobody to
+    report to.
+    """
     give_up = time.monotonic() + 10.0
     subprocess.run(
         ["scancel", "-f", "-u", "root"],
@@ -177,11 +180,13 @@ def test_srun(
         )
         if tried.returncode:
             pytest.skip(
-                f"this Slurm starts nothing with --mpi={mode}: {tried.stderr.strip().splitlines()[:1]}"
+                f"this Slurm starts nothing with --mpi={mode}: "
+                f"{tried.stderr.strip().splitlines()[:1]}"
             )
-    if (
-        words[:2] == ["-N", "1"]
-    ):  # the second node is a name that leads nowhere, and is taken while the first one is still ending a job
+    if words[:2] == [
+        "-N",
+        "1",
+    ]:  # Slurm uses the second, fictitious node while the first ends a job
         words = [*words, "-w", _host()]
     results = run_job(["srun", *words], "world", tmp_path, **slurm)
     assert [r["rank"] for r in results] == list(range(nranks))
@@ -197,7 +202,7 @@ def test_srun(
 
 
 def _slurm_local_ranks(slurm: dict[str, str], words: list[str]) -> list[int]:
-    """What the test takes for granted about where Slurm puts ranks."""
+    """Return the local ranks that Slurm assigns, on which the test relies."""
     print_place = ["sh", "-c", "echo $SLURM_PROCID $SLURM_LOCALID"]
     done = subprocess.run(
         ["srun", *words, *print_place],

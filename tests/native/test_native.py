@@ -1,4 +1,6 @@
-"""Compiled code on disk and in memory: what is cached, what a broken cache does, and builtins over compiled functions."""
+"""Compiled code on disk and in memory: what is cached, what a broken cache does, and builtins over
+compiled functions.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path
 def told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> Callable[[], list[str]]:
-    """What the cache has logged, once each."""
+    """Return the log messages of the cache, each once."""
     cache._warn_once.cache_clear()
     monkeypatch.setattr(cache.log, "handle", caplog.handler.handle)
     return lambda: [record.getMessage() for record in caplog.records]
@@ -77,7 +79,7 @@ def told(
 
 @pytest.fixture
 def below(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """What stands in for a folder that cannot be written."""
+    """A path below a folder that cannot be written."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -98,7 +100,7 @@ def test_a_cache_folder_that_cannot_be_written_is_told_once(
 def test_a_cache_folder_that_may_only_be_read_is_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, below: Path
 ) -> None:
-    """As one of an image that comes with compiled kernels."""
+    """Such a folder belongs to an image that ships compiled kernels."""
     monkeypatch.setenv("MIRACCL_CACHE_DIR", str(tmp_path))
     (tmp_path / "old").write_bytes(b"compiled before")
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
@@ -179,7 +181,7 @@ def test_a_user_without_a_home(
     told: Callable[[], list[str]],
     somebody_elses: bool,
 ) -> None:
-    """As one whose number has no name, in a container: nothing is made where the program happens to be."""
+    """A user id without a name, as in containers: nothing is created in the working directory."""
     for name in ("MIRACCL_CACHE_DIR", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
@@ -292,7 +294,9 @@ def _imports(path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("module", LIBRARIES)
 def test_keys_cover_everything_that_is_compiled(module: str) -> None:
-    """Whatever kernel sources take from elsewhere in the package: else a changed number would leave old code in the cache."""
+    """Whatever kernel sources take from elsewhere in the package: else a changed number would leave
+    old code in the cache.
+    """
     covered = native.sources_of(module)
     packages = {path.parent for path in covered if path.name == "__init__.py"}
     left, seen = [module], set()
@@ -330,7 +334,9 @@ def test_words() -> None:
 
 
 def test_helpers_of_kernels_are_callable_from_kernels_only() -> None:
-    """The intrinsics have no body in Python: a kernel source that is run by mistake fails at once."""
+    """The intrinsics have no body in Python: a kernel source that is run by mistake fails at
+    once.
+    """
     with pytest.raises(Exception, match=r".+"):
         load(0)
     assert PyLong_AsLong.symbol == "PyLong_AsLong"
@@ -338,7 +344,9 @@ def test_helpers_of_kernels_are_callable_from_kernels_only() -> None:
 
 
 def test_builtins_of_many_owners_cost_nothing_once_they_are_gone() -> None:
-    """Every communicator makes its builtins anew. ``PyObject_Repr`` looks at their owner, and at no argument."""
+    """Every communicator makes its builtins anew. ``PyObject_Repr`` looks at their owner, and at no
+    argument.
+    """
     address = ctypes.cast(ctypes.pythonapi.PyObject_Repr, ctypes.c_void_p).value
     assert address is not None
     assert [native.builtin("repr", address, owner)() for owner in ("one", 2)] == ["'one'", "2"]
@@ -352,10 +360,13 @@ def test_builtins_of_many_owners_cost_nothing_once_they_are_gone() -> None:
 
 
 def test_builtins_may_be_there_until_the_interpreter_ends() -> None:
-    """The last garbage collection reads their definitions, when the module that made them has gone; freed memory is overwritten here."""
+    """The last garbage collection reads their definitions, when the module that made them has gone;
+    freed memory is overwritten here.
+    """
     command = (
         "import ctypes, sys; from miraccl import native;"
-        "sys.kept = native.builtin('repr', ctypes.cast(ctypes.pythonapi.PyObject_Repr, ctypes.c_void_p).value, 1); print(sys.kept())"
+        "address = ctypes.cast(ctypes.pythonapi.PyObject_Repr, ctypes.c_void_p).value; "
+        "sys.kept = native.builtin('repr', address, 1); print(sys.kept())"
     )
     environment = os.environ | {"PYTHONMALLOC": "malloc", "MALLOC_PERTURB_": "255"}
     done = subprocess.run(

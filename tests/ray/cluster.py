@@ -28,7 +28,9 @@ SMALL = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": Fa
 
 @contextmanager
 def two_nodes() -> Iterator[Cluster]:
-    """Workers inherit the environment of their node: they find miraccl and the tests as this process does, and wait no longer."""
+    """Workers inherit the environment of their node: they find miraccl and the tests as this
+    process does, and wait no longer.
+    """
     before = dict(os.environ)
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]

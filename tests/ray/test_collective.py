@@ -31,7 +31,9 @@ OPS: dict[Any, Any] = {
 
 
 class Worker:
-    """Registers the backend, as every process must; the group is declared by the driver or joined by hand."""
+    """Registers the backend, as every process must; the group is declared by the driver or joined
+    by hand.
+    """
 
     def __init__(self) -> None:
         miraccl.ray.register_backend()
@@ -49,7 +51,9 @@ class Worker:
         return col.get_rank(group), col.get_collective_group_size(group), handle.backend()
 
     def run(self, name: str, group: str, x: np.ndarray, *args: Any) -> Any:
-        """One call of ray.util.collective on a copy of ``x``, which it changes; for lists, the list."""
+        """One call of ray.util.collective on a copy of ``x``, which it changes; for lists, the
+        list.
+        """
         x = x.copy()
         if name == "allgather":
             row = [np.zeros_like(x) for _ in range(col.get_collective_group_size(group))]

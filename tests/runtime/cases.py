@@ -61,7 +61,8 @@ class Case:
         extra = "".join(f" {w}" for w in ("in_place", "wild", "window") if getattr(self, w)) + (
             "" if self.give_out else " no out"
         )
-        return f"{self.name} {self.count} x {self.dtype.label} {self.op.name} root {self.root} seed {self.seed}{extra}"
+        shape = f"{self.count} x {self.dtype.label} {self.op.name}"
+        return f"{self.name} {shape} root {self.root} seed {self.seed}{extra}"
 
 
 class Buffers:
@@ -356,7 +357,9 @@ def random_case(
     *,
     ordered: Callable[[Case], bool],
 ) -> Case:
-    """Draw a case from ``rng``; ``ordered`` restricts it to additions in rank order, for any input."""
+    """Draw a case from ``rng``; ``ordered`` restricts it to additions in rank order, for any
+    input.
+    """
     from dataclasses import replace
 
     name = str(rng.choice(names))

@@ -88,7 +88,9 @@ def same(a: Array, b: Array) -> bool:
 
 
 def differing(a: Array, b: Array, zeros_alike: bool = False) -> Any:
-    """Return the indices of differing elements; with ``zeros_alike`` -0 equals 0, as in a minimum."""
+    """Return the indices of differing elements; with ``zeros_alike`` -0 equals 0, as in a
+    minimum.
+    """
     assert a.dtype == b.dtype, (a.dtype, b.dtype)
     assert a.size == b.size, (a.shape, b.shape)
     flat_a, flat_b = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)

@@ -104,7 +104,9 @@ def test_payloads_read_from_private_memory(algo: str, threshold: int) -> None:
 
 
 def test_window_memory_rewritten_directly_after_the_call() -> None:
-    """A sender may overwrite window memory that was posted by address once its call has returned."""
+    """A sender may overwrite window memory that was posted by address once its call has
+    returned.
+    """
     for nranks in (2, 4):
         run_ranks(sweep_ranks.rewritten, nranks)
 

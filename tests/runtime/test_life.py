@@ -371,7 +371,7 @@ def test_notice_before_a_departure_is_the_cause_with_late_watcher() -> None:
             lambda: late.watcher.has_received(b"rank 0: rank 0 aborted")
         )  # the reason why it left
         late.watcher.release()
-        late.watcher.wait_for_event()  # it has taken in the rest, and stops before the first word of it
+        late.watcher.wait_for_event()  # received the rest; stopped before its first word
         until(lambda: bool(errors) or late.watcher.awaited)
         late.watcher.release(100)
         thread.join(20)
@@ -560,7 +560,9 @@ def test_shrink_of_a_whole_communicator_is_a_copy() -> None:
 
 
 def descriptors() -> list[int]:
-    """Return the open descriptors before a split, with eight children, and after these are closed."""
+    """Return the open descriptors before a split, with eight children, and after these are
+    closed.
+    """
     with miraccl.init() as world:
         counts = [len(os.listdir("/proc/self/fd"))]
         parts = [world.split(0) for _ in range(8)]
@@ -596,7 +598,9 @@ def test_communicators_of_one_job_share_its_descriptors() -> None:
 
 
 def window_use() -> list[int]:
-    """Return resident window bytes: for a new array, touched, with a second array, and with none."""
+    """Return resident window bytes: for a new array, touched, with a second array, and with
+    none.
+    """
     with miraccl.init() as comm:
         first, second = comm.empty(10 * PAGE, np.uint8), comm.empty(PAGE, np.uint8)
         used = [comm.memory()["window"]]
@@ -827,7 +831,9 @@ def test_threads_agree_on_window_memory() -> None:
 
 
 def test_background_work_without_thread_fails_alone() -> None:
-    """At the limit on processes, the operation does not start and the communicator remains usable."""
+    """At the limit on processes, the operation does not start and the communicator remains
+    usable.
+    """
 
     def work(comm: Communicator) -> float:
         x = np.ones(4, np.float32)

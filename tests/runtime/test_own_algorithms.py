@@ -114,7 +114,7 @@ def gathers(way: str) -> None:
         x = np.full(3, comm.rank, np.int32)
         with pytest.raises(
             InvalidUsage,
-            match=f"channel 0, rank 0, step . \\({way} .*peers cannot address scratch memory on CPUs",
+            match=f"channel 0, rank 0, step . \\({way} .*peers cannot address scratch memory",
         ):
             comm.all_gather(x)
         assert comm.all_reduce(x).tolist() == [
@@ -198,7 +198,9 @@ def test_signals_among_messages() -> None:
 
 
 def signals_in_different_places(collective: Collective, nranks: int, root: int) -> Schedule:
-    """Build a schedule whose signals precede, split and follow the data, differently on each rank."""
+    """Build a schedule whose signals precede, split and follow the data, differently on each
+    rank.
+    """
     if collective is Collective.GATHER:  # the root reads; the others have no data to move
         programs = [
             [
@@ -382,7 +384,7 @@ def signals_first() -> None:
         options = replace(member.options, algo="signalled_first")
         with pytest.raises(
             InvalidUsage,
-            match=r"channel 0, rank 0, step 8 .*gets stuck on CPUs, where 8 messages and signals at most",
+            match=r"channel 0, rank 0, step 8 .*gets stuck on CPUs, where 8 messages and ",
         ):
             Communicator.from_session(
                 session.subgroup(range(2), "asked"), options, parent=comm

@@ -383,7 +383,9 @@ def messages_behind_a_background_collective(comm: Communicator) -> None:
 
 
 def messages_between_background_collectives(comm: Communicator) -> None:
-    """A send called after a background collective does not overtake it, even behind earlier sends."""
+    """A send called after a background collective does not overtake it, even behind earlier
+    sends.
+    """
     side = comm.split(0)
     assert side is not None
     first, second = (np.ones(3000, np.float32) for _ in range(2))

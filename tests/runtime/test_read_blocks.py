@@ -1,4 +1,6 @@
-"""Exchanges with direct reads of whole blocks: rounds are cut alike on all ranks, data is complete."""
+"""Exchanges with direct reads of whole blocks: rounds are cut alike on all ranks, data is
+complete.
+"""
 
 from __future__ import annotations
 

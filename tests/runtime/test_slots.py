@@ -41,7 +41,9 @@ def message(source: int, number: int, nbytes: int) -> np.ndarray:
 
 
 def converse(comm: Communicator, swap: int, seed: int) -> list[list[int]]:
-    """Run the same random message program on two ranks; return the slots of each after every part."""
+    """Run the same random message program on two ranks; return the slots of each after every
+    part.
+    """
     comm._core.context.set(layout.CTX_SWAP, swap)
     rng, peer, owned, number = np.random.default_rng(seed), 1 - comm.rank, [], 0
 

@@ -72,8 +72,8 @@ def test_connections_of_gpus() -> None:
         1, 3, {0: "vmm", 2: "host", 3: "vmm"}, (0, 2, 1, 3), "as searched", 128
     )
     assert (
-        text
-        == "rank 1 on GPU 3: vmm with 0 3; host with 2; ring 0 2 1 3 (as searched); kernels take up to 128 multiprocessors"
+        text == "rank 1 on GPU 3: vmm with 0 3; host with 2; ring 0 2 1 3 (as searched); "
+        "kernels take up to 128 multiprocessors"
     )
     assert summary.describe_gpu(0, 0, {}, (0,), "one", 8).startswith("rank 0 on GPU 0: alone; ")
 

@@ -17,7 +17,8 @@ from miraccl.errors import MiracclError
 from tests.diagnosis.fault_ranks import nobody_left, seen, together, wait_until
 from tests.runtime.sweep_ranks import act_as_hosts
 
-PLANS = 100  # of one collective, type and root: four to each power of two that its largest block has been
+# per collective, type and root: four for each power of two of the largest block
+PLANS = 100
 
 
 def count_table(seed: int, nranks: int, most: int) -> np.ndarray:
@@ -219,9 +220,7 @@ def mismatching_counts(
         call()
         if then == "nothing":
             wait_until(lambda: comm._core.faults.fault is not None)
-        for _ in range(
-            12
-        ):  # whoever got through finds out when it takes the next message of that rank, or finds no slot for one more
+        for _ in range(12):  # a rank that got through fails at its next message or slot
             call() if then == "again" else comm.barrier()
         return {"type": "none", "text": ""}
     except MiracclError as error:

@@ -149,7 +149,9 @@ def uneven(path: str) -> None:
 
 
 def gathered_out(x: Any, group: Any) -> Any:
-    """Run the functional collective that Inductor's passes build; its work must outlive this frame."""
+    """Run the functional collective that Inductor's passes build; its work must outlive this
+    frame.
+    """
     out = torch.zeros(group.size() * x.numel(), dtype=x.dtype)
     result = torch.ops._c10d_functional.all_gather_into_tensor_out(
         x, group.size(), group.group_name, out=out

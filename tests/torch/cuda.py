@@ -379,7 +379,9 @@ def bound(path: str) -> None:
 
 
 def training(path: str) -> None:
-    """Compare DDP and FSDP2 losses bit for bit with NCCL, or with one process on the whole batch."""
+    """Compare DDP and FSDP2 losses bit for bit with NCCL, or with one process on the whole
+    batch.
+    """
     with world(path) as (rank, nranks):
         device = use_gpu(rank)
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -399,7 +401,9 @@ def training(path: str) -> None:
 
 
 def quantized(path: str) -> None:
-    """Check PyTorch's hooks that send gradients as 8-bit numbers through futures of ``all_gather``."""
+    """Check PyTorch's hooks that send gradients as 8-bit numbers through futures of
+    ``all_gather``.
+    """
     with world(path) as (rank, nranks):
         device = use_gpu(rank)
         for hook in (quantization_pertensor_hook, quantization_perchannel_hook):
@@ -477,7 +481,9 @@ def tensors(path: str) -> None:
 
 
 def symmetric(path: str) -> None:
-    """Check PyTorch's symmetric memory beside miraccl; it needs a group that PyTorch's C++ knows."""
+    """Check PyTorch's symmetric memory beside miraccl; it needs a group that PyTorch's C++
+    knows.
+    """
     with world(path) as (rank, nranks):
         use_gpu(rank)
         if torch.cuda.device_count() < nranks:
@@ -503,7 +509,9 @@ def symmetric(path: str) -> None:
 
 
 def different(path: str) -> list[str]:
-    """Check that a barrier reports ranks whose operations differ, although none of them waits long."""
+    """Check that a barrier reports ranks whose operations differ, although none of them waits
+    long.
+    """
     said = []
     with world(path) as (rank, nranks):
         use_gpu(rank)

@@ -173,7 +173,9 @@ def late_rank(path: str) -> str:
 
 
 def late_backward(path: str) -> str:
-    """Let DDP's C++ wait for a gradient that misses its deadline; DDP raises the error as its own."""
+    """Let DDP's C++ wait for a gradient that misses its deadline; DDP raises the error as its
+    own.
+    """
     models: list[Any] = []
 
     def backward() -> None:
@@ -233,7 +235,9 @@ def all_aborted(path: str) -> str:
 
 
 def interrupted(path: str) -> str:
-    """Raise from a signal handler while rank 0 waits for a message; return each rank's error text."""
+    """Raise from a signal handler while rank 0 waits for a message; return each rank's error
+    text.
+    """
 
     with world(path) as (rank, nranks):
         group: Any = dist.group.WORLD

@@ -482,7 +482,9 @@ def messages() -> None:
 
 
 def groups_of_all_kinds() -> None:
-    """Run groups with collectives, foreign arrays, other streams, two communicators and exceptions."""
+    """Run groups with collectives, foreign arrays, other streams, two communicators and
+    exceptions.
+    """
     with started() as me:
         comm, rank, n = me.comm, me.rank, me.nranks
         second = comm.split(0)

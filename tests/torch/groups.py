@@ -211,7 +211,9 @@ def descriptors(path: str) -> None:
 
 
 def dropped(path: str) -> None:
-    """Check that a group which is collected without being destroyed leaves, and frees everything."""
+    """Check that a group which is collected without being destroyed leaves, and frees
+    everything.
+    """
     with world(path) as (rank, nranks):
         before, threads = _open_files(), threading.active_count()
         options = dist.distributed_c10d.DistributedBackendOptions()

@@ -32,7 +32,8 @@ DTYPES = {
     "c64": torch.complex64,
     "c128": torch.complex128,
 }
-#: what NCCL has no type for. Not called: where a call is made of messages, its group stays open after the error, and does nothing more
+#: what NCCL has no type for. Not called: where a call is made of messages, its group stays open
+#: after the error, and does nothing more
 NOT_OF_NCCL = ("i16", "u64", "u32", "u16")
 AS_GLOO, ALONE, OTHERWISE, REFUSED = "=", "✓", "≠", "–"
 FACTOR = 2.0

@@ -97,7 +97,9 @@ def tags(path: str) -> None:
 
 
 def floods(path: str) -> None:
-    """Send more messages than the FIFO has slots before any is received; check content and order."""
+    """Send more messages than the FIFO has slots before any is received; check content and
+    order.
+    """
     with world(path) as (rank, nranks):
         to, fro = (rank + 1) % nranks, (rank - 1) % nranks
         sizes = [LARGE if i in (4, 20) else i % 7 for i in range(40)]

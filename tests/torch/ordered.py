@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.torch.worlds import equal, gloo, world
 
-COUNT = 300_000  # more than a MB: an algorithm that cuts the data into parts by rank is chosen, and adds each part in another order
+# more than 1 MB: the chosen algorithm splits data by rank and adds each part in another order
+COUNT = 300_000
 STEPS = 3
 
 

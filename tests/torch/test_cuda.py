@@ -68,7 +68,9 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
 
 
 def test_every_cell_of_the_table_for_gpu_memory(tmp_path: Path) -> None:
-    """Compare each mark with the documented table, made with one GPU per rank; wrong results raise."""
+    """Compare each mark with the documented table, made with one GPU per rank; wrong results
+    raise.
+    """
     tables = run_ranks(matrix.measure_on_gpu, 2, str(tmp_path / "meet"), timeout=TIMEOUT_S)
     marks = (matrix.AS_GLOO, matrix.ALONE, matrix.OTHERWISE, matrix.REFUSED)
     table = {

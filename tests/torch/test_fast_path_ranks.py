@@ -70,8 +70,8 @@ def test_groups_of_all_kinds() -> None:
 def test_messages_that_do_not_match() -> None:
     first, second = run(fast_path_ranks.unlike, 2)
     assert (
-        "rank 1 receives 60 x float32 (240 bytes) where rank 0 sends 100000 x float32 (400000 bytes)"
-        in second
+        "rank 1 receives 60 x float32 (240 bytes) "
+        "where rank 0 sends 100000 x float32 (400000 bytes)" in second
     )
     assert (
         "rank 0 sends 100000 x float32 (400000 bytes) where rank 1 receives 60 x float32" in first

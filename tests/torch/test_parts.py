@@ -508,7 +508,8 @@ def test_a_barrier_waits_on_the_host_for_what_was_enqueued_before() -> None:
     assert cuda.log[1:] == ["host waits for current/1", "host waits for own1/1"]
 
 
-# ---- the group's way for GPU memory, with CPU tensors in its place: one rank, whose communicator takes both
+# ---- the group's way for GPU memory, with CPU tensors in its place: one rank, whose communicator
+# takes both
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""Random programs: generated ones keep the rules, run on CPU memory, and report errors and hangs."""
+"""Random programs: generated ones keep the rules, run on CPU memory, and report errors and
+hangs.
+"""
 
 from __future__ import annotations
 

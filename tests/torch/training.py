@@ -1,4 +1,6 @@
-"""Training compared bit for bit with Gloo: DDP and hooks, FSDP2, ZeRO, DTensor, pipelines, compile."""
+"""Training compared bit for bit with Gloo: DDP and hooks, FSDP2, ZeRO, DTensor, pipelines,
+compile.
+"""
 
 from __future__ import annotations
 
@@ -206,7 +208,8 @@ def sparse(path: str) -> None:
     with world(path) as (rank, nranks):
         other = gloo()
         with warnings.catch_warnings():
-            # PyTorch says once in a process what it has to say of sparse tensors; 2.11 whatever it is told
+            # PyTorch says once in a process what it has to say of sparse tensors; 2.11 whatever it
+            # is told
             warnings.simplefilter("error" if torch.__version__ >= "2.13" else "default")
             dist.all_reduce(torch.eye(2).to_sparse())
 

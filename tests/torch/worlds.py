@@ -72,7 +72,9 @@ def gloo() -> Any:
 
 
 def values(dtype: Any, rank: int, count: int = 32) -> Any:
-    """Return integers that the type holds exactly, different per rank; two bytes for wide integers."""
+    """Return integers that the type holds exactly, different per rank; two bytes for wide
+    integers.
+    """
     source = torch.Generator().manual_seed(1000 + rank)
     real = not dtype.is_floating_point and not dtype.is_complex
     low = (

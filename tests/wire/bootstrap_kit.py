@@ -1,4 +1,6 @@
-"""A hub and its members without sockets: bytes move when the test says so, time is a number, every state is validated."""
+"""A hub and its members without sockets: bytes move when the test says so, time is a number, every
+state is validated.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,9 @@ class Member:
 
 
 class Net:
-    """``chunk`` cuts bytes in flight: it gets how many wait and returns how many move now (at least 1)."""
+    """``chunk`` cuts bytes in flight: it gets how many wait and returns how many move now (at least
+    1).
+    """
 
     def __init__(
         self, nranks: int | None = None, chunk: Callable[[int], int] = lambda n: n, **options: Any

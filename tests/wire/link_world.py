@@ -1,7 +1,9 @@
-"""Two links joined by a virtual network: per stream and direction an ordered queue of frames, and nothing else is ordered.
+"""Two links joined by a virtual network: per stream and direction an ordered queue of frames, and
+nothing else is ordered.
 
-The world plays executor and driver on both sides.  ``choices`` decides what happens next, so that hypothesis can search all orders;
-memory is the set of byte ranges that instructions placed, compared with what the peer posted.
+The world plays executor and driver on both sides.  ``choices`` decides what happens next, so that
+hypothesis can search all orders; memory is the set of byte ranges that instructions placed,
+compared with what the peer posted.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Side:
 
 
 class World:
-    """``sizes[i]`` are the messages that side i posts; ``rooms[i]`` the wants of side i, by message."""
+    """``sizes[i]`` are the messages that side i posts; ``rooms[i]`` the wants of side i, by
+    message.
+    """
 
     def __init__(
         self,

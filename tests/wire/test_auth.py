@@ -1,4 +1,6 @@
-"""Proofs and seals: only who knows the secret gets in, and nobody alters, repeats, drops or reorders a frame unseen."""
+"""Proofs and seals: only who knows the secret gets in, and nobody alters, repeats, drops or
+reorders a frame unseen.
+"""
 
 from __future__ import annotations
 

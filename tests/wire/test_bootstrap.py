@@ -1,4 +1,6 @@
-"""The machines of the meeting and of the control plane, driven without sockets, clocks or threads."""
+"""The machines of the meeting and of the control plane, driven without sockets, clocks or
+threads.
+"""
 
 from __future__ import annotations
 
@@ -339,7 +341,9 @@ def test_newcomers_wait_until_a_stranger_has_had_time_enough():
 
 
 def test_a_crowd_of_ranks_does_not_push_itself_out():
-    """More ranks than strangers may be held: all are let in, none is dropped, when the kernel's queue is used."""
+    """More ranks than strangers may be held: all are let in, none is dropped, when the kernel's
+    queue is used.
+    """
     net = Net(max_pending=4)
     waiting = list(range(20))
     members: list[Member] = []
@@ -513,7 +517,9 @@ def send_both(member, *messages):
 
 
 def test_ranks_of_the_hubs_own_process_hear_last_what_all_are_told():
-    """Rank 1 may end with the hub as soon as it has heard: then everybody else has been sent the same."""
+    """Rank 1 may end with the hub as soon as it has heard: then everybody else has been sent the
+    same.
+    """
     net, (a, b, c, d) = meet(4, token=bytes([101]) * 8)
     told = [net.outputs[-1]]  # Welcome
     answer = StatusReply(group=0, rank=1, ident=1, payload=b"{}")

@@ -1,4 +1,6 @@
-"""The proxy's machine without sockets: every order of events, credit, wants, ends, and frames that no peer of ours would send."""
+"""The proxy's machine without sockets: every order of events, credit, wants, ends, and frames that
+no peer of ours would send.
+"""
 
 from __future__ import annotations
 
@@ -189,7 +191,9 @@ def test_large_message_is_striped_over_all_streams_and_small_ones_use_the_first(
 
 
 def test_stream_that_is_stuck_does_not_hold_the_message_back():
-    """Pieces go to whichever stream has room: with stream 1 stuck from its first piece on, stream 0 carries the rest."""
+    """Pieces go to whichever stream has room: with stream 1 stuck from its first piece on, stream 0
+    carries the rest.
+    """
     world = World(CONFIG, ([BIG], []), ({}, {0: BIG}))
     world.want(1, 0)
     world.take(1, 0)
@@ -320,7 +324,9 @@ def test_close_does_not_wait_for_a_peer_that_takes_nothing_any_more():
 
 
 def test_close_that_the_kernel_takes_after_the_peer_ended_its_stream_is_no_news():
-    """The peer was killed when our CLOSE frames were queued; its end came over one stream first, where the kernel took the frame still."""
+    """The peer was killed when our CLOSE frames were queued; its end came over one stream first,
+    where the kernel took the frame still.
+    """
     link = ProxyLink(CONFIG)
     link.handle(rec.CloseRequested())
     assert link.handle(rec.StreamEnded(0, "gone")) == []
@@ -413,7 +419,9 @@ def test_impossible_event_of_this_side_ends_the_link_as_internal(event):
 
 
 def started() -> ProxyLink:
-    """Message 0 of 100 bytes delivered, message 1 of BIG wanted, message 2 announced without a want; two messages of ours sent."""
+    """Message 0 of 100 bytes delivered, message 1 of BIG wanted, message 2 announced without a
+    want; two messages of ours sent.
+    """
     link = ProxyLink(CONFIG)
     for event in (
         rec.FrameReceived(0, data(0, 100)),
@@ -509,7 +517,9 @@ FRAMES = st.builds(
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(FRAMES, st.booleans()), max_size=20))
 def test_no_frame_can_place_a_byte_outside_what_was_granted(frames):
-    """Whatever comes: no exception, invariants hold, placements stay inside slot, line or wanted room, and a loss is final."""
+    """Whatever comes: no exception, invariants hold, placements stay inside slot, line or wanted
+    room, and a loss is final.
+    """
     world = World(CONFIG, ([], []), ({1: BIG, 3: SLOT + 5}, {}))
     side = world.sides[0]
     for message in (1, 3):

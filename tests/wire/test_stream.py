@@ -68,7 +68,9 @@ def test_bytes_that_are_no_frame_are_refused(at, value, what):
     st.booleans(),
 )
 def test_decoded_frame_encodes_to_the_same_bytes(noise, frame, whole):
-    """Any bytes: either refused with ProtocolError, or a frame that this codec would have written."""
+    """Any bytes: either refused with ProtocolError, or a frame that this codec would have
+    written.
+    """
     data = noise if whole else encode_frame(frame)[:3] + noise[3:]
     try:
         decoded = decode_frame(data)
@@ -145,7 +147,9 @@ def test_replayed_proof_is_refused():
 
 
 def test_reflected_messages_are_refused():
-    """Somebody without the secret answers with what it has heard: the acceptor's MAC is no proof of an initiator."""
+    """Somebody without the secret answers with what it has heard: the acceptor's MAC is no proof of
+    an initiator.
+    """
     a, b = initiator(), acceptor()
     challenge = b.receive(a.hello)
     with pytest.raises(AuthenticationError):

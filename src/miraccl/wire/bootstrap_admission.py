@@ -82,7 +82,9 @@ class Admission:
         return None
 
     def admit(self, event: Connected) -> UnauthenticatedPeer | None:
-        """Add a connection; return the one that is evicted for it, if any. The bound always holds."""
+        """Add a connection; return the one that is evicted for it, if any. The bound always
+        holds.
+        """
         evicted = None
         if len(self.pending) >= self._bound:
             silent = (s for s in self.pending.values() if s.state is PeerState.HELLO)
@@ -120,10 +122,8 @@ class Admission:
             raise ProtocolError("not a Hello")
         if version != VERSION:
             self.note(
-
-                    f"a connection from {_host_of(peer.address)} speaks version {version}, "
-                    f"this is version {VERSION}"
-
+                f"a connection from {_host_of(peer.address)} speaks version {version}, "
+                f"this is version {VERSION}"
             )
             raise WrongVersion(f"version {version}, this is version {VERSION}")
         hello = framing.decode(frame, {Hello.KIND: Hello})

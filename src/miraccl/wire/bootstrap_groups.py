@@ -49,7 +49,9 @@ class _Round:
 
 
 class Groups:
-    """All groups of a job. ``send(ranks, message)`` sends to those of the ranks that are connected."""
+    """All groups of a job. ``send(ranks, message)`` sends to those of the ranks that are
+    connected.
+    """
 
     def __init__(self, send: Callable[[Iterable[int], Any], None]) -> None:
         self._send = send

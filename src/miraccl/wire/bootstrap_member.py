@@ -106,7 +106,7 @@ class MemberMachine:
         assert self._reader.limit == framing.MAX_HANDSHAKE_BYTES or not early
 
     # --- in
-    # ---------------------------------------------------------------------------------------------------------
+    # ------------------------------------------------------------
 
     def _received(self, data: bytes) -> None:
         self._reader.feed(data)
@@ -164,7 +164,7 @@ class MemberMachine:
         self._out.append(HubLost(state=state, left=state is MemberState.LEAVING, reason=reason))
 
     # --- out
-    # --------------------------------------------------------------------------------------------------------
+    # ------------------------------------------------------------
 
     def _send_message(self, message: Any) -> None:
         if isinstance(message, Join):

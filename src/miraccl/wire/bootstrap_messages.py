@@ -36,8 +36,8 @@ class Join:
 
     ``host``, ``network``, ``token``: fingerprints of its host, its loopback and its process.
     ``loopback``: ranks that share it may use it to reach this one. ``timeout_left`` of its
-    ``timeout_total`` seconds remain to wait for the others. ``standby_port``: port at which this rank listens in case it has to
-    succeed the hub, 0 if it cannot.
+    ``timeout_total`` seconds remain to wait for the others. ``standby_port``: port at which this
+    rank listens in case it has to succeed the hub, 0 if it cannot.
     """
 
     host: str
@@ -280,7 +280,9 @@ class Rejoin:
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """All survivors have rejoined; ``gone``, ``left``, ``reasons`` as in ``Rejoin``, of all ranks."""
+    """All survivors have rejoined; ``gone``, ``left``, ``reasons`` as in ``Rejoin``, of all
+    ranks.
+    """
 
     gone: tuple[int, ...]
     left: tuple[int, ...]
