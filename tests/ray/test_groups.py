@@ -105,7 +105,7 @@ def test_a_name_that_is_taken(three: list[Any]) -> None:
     with miraccl.ray.create_group(three[:2], "all"):
         with pytest.raises(
             BootstrapError,
-            match="cannot create group 'all': rank 1 could not join: .*already belongs to group 'all'",
+            match=r".*already belongs to group 'all'",
         ) as caught:
             miraccl.ray.create_group([three[2], three[1]], "all")
         assert caught.value.peer == 1
