@@ -30,7 +30,7 @@ from miraccl.bootstrap import (
 from miraccl.bootstrap.nodelist import expand_nodelist
 from miraccl.bootstrap.runtime_file import job_of_parent, publish_id, remove_id, runtime_folder
 from miraccl.bootstrap.session import LinkSession
-from miraccl.errors import BootstrapError, InvalidUsage, SystemFailure
+from miraccl.errors import AuthenticationError, BootstrapError, InvalidUsage, SystemFailure
 from tests.bootstrap.kit import (
     PATIENCE,
     free_port,
@@ -604,8 +604,9 @@ def test_a_wrong_secret_is_no_member(patience_of_the_hub):
     def stranger():
         until(lambda: bool(hubs()))
         told_at_the_deadline(
-            "not this job: the control plane there has another secret",
+            rf"cannot join the job at 127\.0\.0\.1:{port}: the control plane there has another secret",
             lambda seconds: join_launch(detect_launch(environs[1]), seconds),
+            AuthenticationError,
         )
         refused.set()
 
@@ -622,6 +623,31 @@ def test_a_wrong_secret_is_no_member(patience_of_the_hub):
         assert "rank 1 of 3 did not join" in str(error)
         assert "did not know the secret (it claimed to be rank 1 of 3)" in str(error)
     assert second is None
+
+
+def test_another_secret_outweighs_later_refusals() -> None:
+    """The control plane has ended when the deadline comes: its secret is still the reason."""
+    port = free_port()
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    _, hub = create_hub(nranks=2, hosts=["127.0.0.1"], port=port, secret=b"o" * 32)
+    threading.Timer(0.3, hub.close).start()
+    with pytest.raises(AuthenticationError, match=f"127.0.0.1:{port}: .* another secret") as caught:
+        join_launch(detect_launch(environ), 1.0)
+    assert "a MASTER_PORT that is mapped must have the same number" in str(caught.value)
+
+
+def test_master_port_that_is_mapped_to_another_number() -> None:
+    """The port is part of the derived secret, and ranks that disagree on it are told so."""
+    port = free_port()
+    base = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    inside = {**base, "RANK": "0", "MASTER_PORT": str(port)}
+    outside = {**base, "RANK": "1", "MASTER_PORT": str(port - 1)}
+    first, second = in_threads(
+        [lambda e=e: join_launch(detect_launch(e), 1.5) for e in (inside, outside)]
+    )
+    assert isinstance(first, BootstrapError)
+    assert isinstance(second, AuthenticationError)
+    assert "MASTER_PORT" in str(second)
 
 
 def test_all_ports_taken():

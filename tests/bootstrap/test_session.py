@@ -217,6 +217,26 @@ def test_nobody_home_is_said_with_address_and_reason():
     )
 
 
+def test_survivor_that_joins_again_is_not_blamed() -> None:
+    """The job at the address still runs: that is the reason, not the process that joins."""
+    unique_id, hub = create_hub(nranks=2, hosts=["127.0.0.1"])
+    first: list[LinkSession] = in_threads(
+        [lambda r=r: connect(unique_id, r, 2, PATIENCE, session_timeout=PATIENCE) for r in range(2)]
+    )
+    first[1].close("in order to join again")
+    with pytest.raises(BootstrapError) as caught:
+        connect(unique_id, 1, 2, 2.0)
+    text = str(caught.value)
+    assert "the job at this control plane has formed already and still runs" in text
+    assert "its rank 1 has left (in order to join again)" in text
+    assert "shrink()" in text
+    assert "is taken" not in text
+    with pytest.raises(BootstrapError, match="joined twice"):
+        connect(unique_id, 0, 2, 2.0)
+    first[0].close()
+    assert hub.join(PATIENCE)
+
+
 def test_an_unknown_host_name_is_said():
     unique_id = UniqueId(addresses=(("no-such-host.invalid", 1),), secret=b"s" * 32)
     told_at_the_deadline(

@@ -746,3 +746,28 @@ def after_finalize() -> None:
         comm.nranks * (comm.nranks - 1) // 2
     )  # window memory lives on with its array
     x[:] = 5
+
+
+def stopped_rank() -> Any:
+    """Rank 1 is stopped (SIGSTOP) before an operation; the others measure when they raise."""
+    comm = miraccl.init(timeout=1.5)
+    comm.all_reduce(np.ones(4))
+    session = comm._core.session
+    pids = [int(pid) for pid in session.all_gather(str(os.getpid()).encode(), "pid", 30)]
+    if comm.rank == 1:
+        child = os.fork()
+        if child == 0:  # wakes its parent when the others are done
+            time.sleep(8)
+            os.kill(pids[1], signal.SIGCONT)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os.waitpid(child, 0)
+        return {"type": "none"}
+    time.sleep(0.3)
+    begun = time.monotonic()
+    try:
+        comm.all_reduce(np.ones(4))
+    except MiracclError as error:
+        late = time.monotonic() - begun - 1.5
+        return {**seen(error), "late": late}
+    return {"type": "none"}

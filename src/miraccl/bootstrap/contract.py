@@ -94,14 +94,18 @@ class Session(Protocol):
         """
 
     def request_status(
-        self, timeout: float = 1.0, without: Collection[int] = ()
+        self,
+        timeout: float = 1.0,
+        without: Collection[int] = (),
+        quiet: float | None = None,
     ) -> dict[int, dict[str, Any]]:
         """Return the status of each rank after at most ``timeout`` seconds.
 
         A reply has ``answered: True``, pid, host, ``threads`` (``where``: file:line function
         outside this package, and its ``stack``, of each thread) and ``status``, the result of the
         provider. A rank that did not reply has ``answered: False`` and a ``reason``. Ranks of
-        ``without`` are not waited for.
+        ``without`` are not waited for; the wait ends early when no reply has come for ``quiet``
+        seconds.
         """
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Session:

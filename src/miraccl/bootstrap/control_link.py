@@ -40,7 +40,7 @@ from miraccl.wire.bootstrap_messages import (
 
 _log = trace.logger("bootstrap")
 #: The hub keeps the deadlines; a member waits this much longer (seconds) for its message.
-GRACE_SECONDS = 1.0
+GRACE_SECONDS = 0.4
 #: Completed gathers whose part a rank keeps for others that did not get the result of a lost hub.
 RETAINED_PARTS = 64
 RETAINED_BYTES = 16 << 20
@@ -269,11 +269,16 @@ class ControlLink(abc.ABC):
             return None
 
     def query_status(
-        self, group: int, timeout: float, without: Collection[int] = ()
+        self,
+        group: int,
+        timeout: float,
+        without: Collection[int] = (),
+        quiet: float | None = None,
     ) -> tuple[dict[int, bytes], dict[int, WaitFailure]]:
         """Return the status replies by rank, and the failures of ranks that cannot reply.
 
-        Ranks of ``without`` are not waited for.
+        Ranks of ``without`` are not waited for; the wait ends early when no reply has come for
+        ``quiet`` seconds.
         """
         self._check_may_wait()
         with self._cond:
@@ -293,7 +298,16 @@ class ControlLink(abc.ABC):
                         self._failure(group, r) for r in awaited
                     )
 
-                self._cond.wait_for(complete, min(timeout, FOREVER))
+                end = clock.monotonic() + min(timeout, FOREVER)
+                pause = FOREVER if quiet is None else quiet
+                while not complete() and (left := end - clock.monotonic()) > 0:
+                    before = len(replies)
+                    self._cond.wait_for(
+                        lambda before=before: complete() or len(replies) > before,  # type: ignore[misc]
+                        min(left, pause),
+                    )
+                    if quiet is not None and len(replies) == before:
+                        break
             del self._status[ident]
             absent = {r: failure for r in ranks if (failure := self._failure(group, r)) is not None}
             if self._hub_failure is not None:

@@ -28,6 +28,10 @@ FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.6, 0.1  # seconds between at
 CONNECT_SECONDS, ANSWER_SECONDS = 2.0, 5.0  # limits of an attempt
 #: A wrong secret at one address is final unless another address proves itself within this time.
 VERDICT_SECONDS = 0.25
+SECRET_HINT = (
+    "give all ranks the same unique id, or the same MIRACCL_SECRET, MASTER_PORT and run id, which "
+    "make the secret; a MASTER_PORT that is mapped must have the same number on both sides"
+)
 RESOLVE_SECONDS = 1.0  # between resolutions of a name
 RESOLVE_POLL = 0.005  # between polls of a resolution
 
@@ -44,10 +48,14 @@ class _Endpoint:
     pause: float = FIRST_PAUSE
     next_try: float = 0.0
     problem: str = "not tried"
+    rejected: HubRejected | None = None  # the answer of another job's control plane
     refused_since: float = float("inf")  # since when every connection was refused
 
     def failed(self, trouble: str, refused: bool = False) -> None:
-        self.problem = trouble
+        # A control plane of another secret or version explains more than what came after it, such
+        # as "Connection refused" once that one has ended.
+        if self.rejected is None:
+            self.problem = trouble
         self.refused_since = min(self.refused_since, clock.monotonic()) if refused else float("inf")
 
 
@@ -138,11 +146,7 @@ class Dialer:
                 if (
                     winner is None and clock.monotonic() >= self._deadline
                 ):  # after one round: each address is tried once, whatever the deadline
-                    raise ControlPlaneUnreachable(
-                        self._explain(),
-                        rank=self._rank,
-                        hint="check that rank 0 runs and that its address is right",
-                    )
+                    raise self._unreachable()
             self._selector.unregister(winner.sock)
             self._attempts.remove(winner)
             self.hub = winner.endpoint.address
@@ -158,6 +162,20 @@ class Dialer:
         refused = [e.refused_since < float("inf") for e in self._endpoints.values()]
         tried = all(e.next_try > 0 for e in self._endpoints.values())
         return tried and any(refused) and not self._attempts
+
+    def _unreachable(self) -> BootstrapError:
+        """Return the error at the deadline; another secret outweighs all other problems."""
+        text = self._explain()
+        for endpoint in self._endpoints.values():
+            if endpoint.rejected is not None and endpoint.rejected.kind == "secret":
+                return AuthenticationError(
+                    f"cannot join the job at {endpoint.name}: {endpoint.rejected.reason}; {text}",
+                    rank=self._rank,
+                    hint=SECRET_HINT,
+                )
+        return ControlPlaneUnreachable(
+            text, rank=self._rank, hint="check that rank 0 runs and that its address is right"
+        )
 
     def _explain(self) -> str:
         for attempt in self._attempts:
@@ -192,7 +210,7 @@ class Dialer:
                 raise AuthenticationError(
                     f"cannot join the job at {address}: {rejected.reason}",
                     rank=self._rank,
-                    hint="give all ranks the same unique id, or the same MIRACCL_SECRET",
+                    hint=SECRET_HINT,
                 )
             raise BootstrapError(
                 f"cannot join the job at {address}: {rejected.reason}",
@@ -334,6 +352,8 @@ class Dialer:
                         clock.monotonic() + VERDICT_SECONDS,
                     )
                 self._end(attempt, f"not this job: {output.reason}")
+                if output.kind != "stranger":
+                    attempt.endpoint.rejected = output
                 return False
         return proved
 

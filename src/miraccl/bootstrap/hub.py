@@ -46,7 +46,7 @@ from miraccl.wire.bootstrap_hub import HubMachine
 _log = trace.logger("bootstrap")
 BACKLOG = 1024
 #: Pauses of listening: too many unauthenticated connections; no descriptors or memory left.
-FULL_SECONDS, SHORTAGE_SECONDS = 0.003, 0.05
+FULL_SECONDS, SHORTAGE_SECONDS = 0.003, 0.02
 ACCEPTS_PER_WAKEUP = 64  # so that a flood of connections does not delay the ranks
 READ_BYTES = 1 << 18
 #: A rank with more unsent bytes counts as lost: it has not read for a long time.
@@ -252,6 +252,8 @@ class HubServer:
             except BlockingIOError:
                 return
             except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE) and self._make_room():
+                    return  # connections that are here come first, then the next one is accepted
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     self._pause_listening(SHORTAGE_SECONDS)
                 return
@@ -276,6 +278,13 @@ class HubServer:
                     peer=peer,
                 ),
             )
+
+    def _make_room(self) -> bool:
+        """Free a descriptor for a newcomer: a flood must not keep the ranks out."""
+        before = len(self._connections)
+        now = clock.monotonic()
+        self._apply(self._machine, self._machine.make_room(now), now)
+        return len(self._connections) < before
 
     def _pause_listening(self, seconds: float) -> None:
         # A listening socket that is not accepted from would be ready for ever. Its connections
@@ -327,8 +336,11 @@ class HubServer:
 
     def _feed(self, machine: HubMachine, event: Any) -> None:
         """Pass one input to a machine and apply its outputs."""
+        self._apply(machine, machine.handle(event), event.now)
+
+    def _apply(self, machine: HubMachine, outputs: Sequence[Any], now: float) -> None:
         touched: dict[int, _Connection] = {}
-        for output in machine.handle(event):
+        for output in outputs:
             if isinstance(output, Finished):
                 self._finish(machine)
                 continue
@@ -340,7 +352,7 @@ class HubServer:
                 connection.unsent += output.data
             elif isinstance(output, Drop) and not connection.closing:
                 connection.closing, connection.linger = True, output.linger
-                connection.close_by = event.now + CLOSE_SECONDS
+                connection.close_by = now + CLOSE_SECONDS
         for connection in touched.values():
             self._flush(connection)
 

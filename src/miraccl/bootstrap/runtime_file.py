@@ -101,10 +101,8 @@ def _read_id(path: str) -> UniqueId | None:
             info = os.fstat(handle)
             if info.st_uid != os.getuid() or info.st_mode & 0o077 or not stat.S_ISREG(info.st_mode):
                 raise SystemFailure(
-
-                        f"cannot use the rendezvous file {path}: it is not private to this user "
-                        "(mode 0600)"
-
+                    f"cannot use the rendezvous file {path}: it is not private to this user "
+                    "(mode 0600)"
                 )
             text = file.read(4 * UniqueId.MAX_BYTES).decode("ascii", "replace")
     except SystemFailure:

@@ -157,13 +157,16 @@ class LinkSession:
             self._link.query_status(self._group, timeout, [self._ranks[r] for r in without])
 
     def request_status(
-        self, timeout: float = 1.0, without: Collection[int] = ()
+        self,
+        timeout: float = 1.0,
+        without: Collection[int] = (),
+        quiet: float | None = None,
     ) -> dict[int, dict[str, Any]]:
         self._check_open("request_status")
         answers = {self.rank: framing.decode_json(self._own_status())}
         if self._link is not None:
             replies, absent = self._link.query_status(
-                self._group, timeout, [self._ranks[r] for r in without]
+                self._group, timeout, [self._ranks[r] for r in without], quiet
             )
             for world, payload in replies.items():
                 if world in self._local_rank_of:

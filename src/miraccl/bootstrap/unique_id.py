@@ -36,19 +36,15 @@ class UniqueId:
     def __post_init__(self) -> None:
         if len(self.secret) != SECRET_BYTES:
             raise InvalidUsage(
-
-                    f"cannot make a unique id: the secret has {SECRET_BYTES} bytes, got "
-                    f"{len(self.secret)}"
-
+                f"cannot make a unique id: the secret has {SECRET_BYTES} bytes, got "
+                f"{len(self.secret)}"
             )
         if not self.addresses or not all(
             host and 0 < port < 65536 for host, port in self.addresses
         ):
             raise InvalidUsage(
-
-                    "cannot make a unique id: it has one or more addresses, each a host and a "
-                    "port 1..65535"
-
+                "cannot make a unique id: it has one or more addresses, each a host and a "
+                "port 1..65535"
             )
 
     def to_bytes(self) -> bytes:

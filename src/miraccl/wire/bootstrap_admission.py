@@ -72,9 +72,10 @@ class Admission:
 
     def may_admit(self, now: float) -> bool:
         """Return True if there is capacity for one more, or a connection that may be evicted."""
-        return len(self.pending) < self._bound or self._evictable(now) is not None
+        return len(self.pending) < self._bound or self.evictable(now) is not None
 
-    def _evictable(self, now: float) -> UnauthenticatedPeer | None:
+    def evictable(self, now: float) -> UnauthenticatedPeer | None:
+        """Return the connection that makes room for another, None if all need more time."""
         for state, seconds in ((PeerState.HELLO, SILENT_SECONDS), (PeerState.PROOF, IDLE_SECONDS)):
             oldest = next((s for s in self.pending.values() if s.state is state), None)
             if oldest is not None and now - oldest.since >= seconds:
@@ -89,9 +90,7 @@ class Admission:
         if len(self.pending) >= self._bound:
             silent = (s for s in self.pending.values() if s.state is PeerState.HELLO)
             evicted = (
-                self._evictable(event.now)
-                or next(silent, None)
-                or next(iter(self.pending.values()))
+                self.evictable(event.now) or next(silent, None) or next(iter(self.pending.values()))
             )
             del self.pending[evicted.conn]
         self.pending[event.conn] = UnauthenticatedPeer(

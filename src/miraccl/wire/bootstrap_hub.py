@@ -182,6 +182,18 @@ class HubMachine:
             key=lambda output: 2 if isinstance(output, Finished) else int(output.conn in self._own),
         )
 
+    def make_room(self, now: float) -> list[Any]:
+        """Drop an unauthenticated connection because the process has no descriptor left."""
+        self._out = []
+        oldest = self._admission.evictable(now)
+        if oldest is not None:
+            self._admission.note(
+                "the control plane ran out of descriptors (ulimit -n) with "
+                f"{len(self._admission.pending)} unauthenticated connections"
+            )
+            self._dismiss(oldest, "no descriptor left")
+        return self._out
+
     def may_accept(self, now: float) -> bool:
         """Return True if the next connection may be accepted now.
 
@@ -434,20 +446,34 @@ class HubMachine:
 
     def _reject_duplicate(self, peer: _Peer, now: float) -> None:
         assert peer.join is not None
+        if peer.rank in self._gone:
+            self._reject_late(peer, self._gone[peer.rank], now)
+            return
         first = self._ranks.get(peer.rank)
         if first is not None and first.join and first.join.token == peer.join.token:
             who = f"process {peer.join.pid} joined twice, as if two of its threads called init()"
         else:
-            who = (
-                f"process {first.join.pid} from {first.address}"
-                if first is not None and first.join
-                else "a process that is gone"
-            )
+            assert first is not None
+            assert first.join is not None
+            who = f"process {first.join.pid} from {first.address}"
             who += f" joined first, then process {peer.join.pid} from {peer.address}"
         text = f"rank {peer.rank} is taken: {who}"
         self._admission.note(text)
-        code = RejectCode.ALREADY_FORMED if self.state is JobState.FORMED else RejectCode.DUPLICATE
-        self._reject(peer, JoinRejected(code=code, text=text, ranks=(peer.rank,)), now)
+        formed = self.state is JobState.FORMED
+        code = RejectCode.ALREADY_FORMED if formed else RejectCode.DUPLICATE
+        refused = JoinRejected(code=code, text=text, ranks=(peer.rank,))
+        self._reject(peer, refused, now)
+
+    def _reject_late(self, peer: _Peer, gone: Gone, now: float) -> None:
+        """Reject a rank of a job that runs without it: a process in its next job, for example."""
+        assert peer.join is not None
+        text = (
+            f"rank {peer.rank} (process {peer.join.pid}) cannot join: the job at this control plane "
+            f"has formed already and still runs; its rank {peer.rank} has "
+            f"{'left' if gone.left else 'died'} ({gone.reason})"
+        )
+        refused = JoinRejected(code=RejectCode.ALREADY_FORMED, text=text, ranks=(peer.rank,))
+        self._reject(peer, refused, now)
 
     def _complete(self) -> None:
         assert self.nranks is not None
