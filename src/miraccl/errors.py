@@ -7,6 +7,8 @@ pickling, so that a launcher can show the error of a rank.
 
 from __future__ import annotations
 
+import errno
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -168,6 +170,13 @@ class CommunicatorAborted(MiracclError):
     fault: Fault = "peer"
 
 
+def descriptor_hint() -> str:
+    """Return the hint for a process that has reached its limit of open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = "" if hard == resource.RLIM_INFINITY else f" (up to {hard} without root)"
+    return f"this process may open {soft} files; raise the limit with ulimit -n{allowed}"
+
+
 @contextmanager
 def as_system_failure(text: str, **where: Any) -> Iterator[None]:
     """Convert ``OSError`` and failed thread creation inside the block to ``SystemFailure``.
@@ -182,6 +191,8 @@ def as_system_failure(text: str, **where: Any) -> Iterator[None]:
     except MiracclError:
         raise
     except OSError as error:
+        if error.errno == errno.EMFILE:
+            where.setdefault("hint", descriptor_hint())
         raise SystemFailure(f"{text}: {error.strerror or error}", **where) from error
     except RuntimeError as error:
         if "new thread" not in str(error):

@@ -29,6 +29,7 @@ from miraccl.errors import (
     ProtocolError,
     SystemFailure,
     as_system_failure,
+    descriptor_hint,
 )
 from miraccl.sockets import finish_connect, is_transient, local_networks
 from miraccl.wire.stream import (
@@ -174,6 +175,7 @@ class ConnectRound:
         self._attempts: list[_DialAttempt] = []  # to be made
         self._proven: dict[tuple[int, int], ProvenStream] = {}
         self._last_errors: dict[int, str] = {}
+        self._out_of_descriptors = False
         self._refused_since: dict[int, float] = {}  # time of the first of only refusals
         with as_system_failure("cannot connect to ranks of other hosts", rank=rank):
             self._selector = selectors.DefaultSelector()
@@ -238,6 +240,13 @@ class ConnectRound:
         ]
 
     def _timeout_error(self, missing: list[int]) -> MiracclError:
+        if self._out_of_descriptors:
+            return SystemFailure(
+                f"cannot connect to ranks {missing}: Too many open files",
+                rank=self._rank,
+                peer=missing[0],
+                hint=descriptor_hint(),
+            )
         reasons = "".join(
             f"; rank {p}: {self._last_errors[p]}" for p in missing if p in self._last_errors
         )
@@ -299,6 +308,7 @@ class ConnectRound:
         """
         now, peer = clock.monotonic(), attempt.peer
         self._last_errors[peer] = f"{address}: {error.strerror or error}"
+        self._out_of_descriptors |= error.errno == errno.EMFILE
         if error.errno != errno.ECONNREFUSED:
             self._refused_since.pop(peer, None)
         elif now - self._refused_since.setdefault(peer, now) >= REFUSED_TIMEOUT_S:
@@ -319,7 +329,8 @@ class ConnectRound:
             sock, _ = listener.accept()
         except BlockingIOError:
             return
-        except OSError:  # the peer closed again, or no descriptor is free
+        except OSError as error:  # the peer closed again, or no descriptor is free
+            self._out_of_descriptors |= error.errno == errno.EMFILE
             clock.sleep(ACCEPT_RETRY_S)
             return
         strangers = [a for a in self._pending if a.attempt is None]
