@@ -154,11 +154,28 @@ def proxy_diagram(name: str) -> Callable[[], str]:
     return draw
 
 
+def machine_diagram(module: str, table: str, title: str) -> Callable[[], str]:
+    """Return a generator of the diagram of a transition table."""
+    return lambda: state_diagram(getattr(importlib.import_module(module), table), title)
+
+
 FILES: dict[str, Callable[[], str]] = {
     "images/packages.svg": package_diagram,
     "images/records.svg": records_diagram,
     "images/proxy_send.svg": proxy_diagram("SEND_TABLE"),
     "images/proxy_recv.svg": proxy_diagram("RECV_TABLE"),
     "images/proxy_link.svg": proxy_diagram("LINK_TABLE"),
+    "images/bootstrap_job.svg": machine_diagram(
+        "miraccl.wire.bootstrap", "JOB_TRANSITIONS", "States of a job at its hub"
+    ),
+    "images/bootstrap_member.svg": machine_diagram(
+        "miraccl.wire.bootstrap", "MEMBER_TRANSITIONS", "States of a rank's control connection"
+    ),
+    "images/failover.svg": machine_diagram(
+        "miraccl.wire.bootstrap_failover", "SEARCH_TRANSITIONS", "Search for the new hub"
+    ),
+    "images/faults.svg": machine_diagram(
+        "miraccl.diagnosis.fault_machine", "FAULT_TRANSITIONS", "States of a communicator's fault"
+    ),
 }
 """Generated files below ``docs/``."""

@@ -771,3 +771,19 @@ def stopped_rank() -> Any:
         late = time.monotonic() - begun - 1.5
         return {**seen(error), "late": late}
     return {"type": "none"}
+
+
+def split_death() -> Any:
+    """Rank 3 dies in a communicator of ranks 1 and 3; rank 1 says who that is in the job."""
+    comm = miraccl.init(timeout=20)
+    part = comm.split(comm.rank % 2)
+    part.all_reduce(np.ones(4))
+    if comm.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if comm.rank != 1:
+        return {}
+    try:
+        while True:
+            part.all_reduce(np.ones(4))
+    except MiracclError as error:
+        return seen(error)

@@ -354,6 +354,15 @@ def test_errors_about_a_stopped_rank_come_soon_after_the_deadline() -> None:
     raise AssertionError(f"{best:.2f} s after the deadline")
 
 
+def test_errors_of_a_split_communicator_name_ranks_of_the_job() -> None:
+    outcomes = rank_outcomes(fault_ranks.split_death, 4, timeout=40)
+    got = outcomes[1].value
+    assert got["type"] == "PeerDied", got
+    assert got["peer"] == 1
+    assert "rank 1 died" in got["text"]
+    assert "rank 0 is rank 1, rank 1 is rank 3 of the job]" in got["text"]
+
+
 # ---- from outside
 
 

@@ -388,7 +388,7 @@ def test_abort_notifies_peers_before_waking_waits() -> None:
 
 
 def test_launcher_death_is_not_a_rank() -> None:
-    session: Any = types.SimpleNamespace(rank=0)
+    session: Any = types.SimpleNamespace(rank=0, nranks=2)
     multi_node, rank = (
         MultiNodeFaults(session, release_waits=lambda _: None, abort_network=lambda _: None),
         FaultsUnderTest(),
@@ -405,7 +405,7 @@ def test_multi_node_fault_notifies_peers_first() -> None:
     def note(kind: str) -> None:
         order.append(f"{kind}, {'broken' if faults.fault else 'whole'}")
 
-    session: Any = types.SimpleNamespace(rank=0, notify=lambda _: note("notified"))
+    session: Any = types.SimpleNamespace(rank=0, nranks=2, notify=lambda _: note("notified"))
     faults = MultiNodeFaults(
         session, release_waits=lambda _: note("released"), abort_network=lambda _: None
     )

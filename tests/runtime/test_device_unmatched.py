@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from miraccl.bootstrap import single_rank_session
+from miraccl.diagnosis.fault_machine import FaultReceived
 from miraccl.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -218,7 +219,7 @@ def test_unreported_faults(
     )
     assert faults.unreported(lambda: stopped, False) is None
     if before is not None:
-        faults.fail(before, from_peer=True)
+        faults.handle(FaultReceived(error=before))
     faults.fail_staging(error)
     faults.fail_staging(PeerDied("the other lane, later"))
     assert (

@@ -25,7 +25,6 @@ import miraccl
 from miraccl import Communicator
 from miraccl.bootstrap import single_rank_session
 from miraccl.bootstrap.session import LinkSession
-from miraccl.diagnosis import faults
 from miraccl.errors import (
     CollectiveMismatch,
     CommunicatorAborted,
@@ -36,7 +35,7 @@ from miraccl.errors import (
     SystemFailure,
 )
 from miraccl.executor.cpu.kernels import layout
-from miraccl.runtime import core
+from miraccl.runtime import core, faults
 from miraccl.runtime.fabric import Fabric
 from miraccl.runtime.options import Options
 from miraccl.runtime.window import PAGE, WindowAllocator

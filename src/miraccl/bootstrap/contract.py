@@ -26,6 +26,7 @@ class Session(Protocol):
     Attributes:
         name: Name for messages; ``world`` for that of the whole job.
         timeout: Deadline in seconds of calls that give none.
+        world_ranks: By rank, its number in the whole job.
         hosts: By rank, equal for ranks that share a host.
         pids: Process ids by rank.
         tokens: By rank, name of its process, the same in all sessions.
@@ -40,6 +41,7 @@ class Session(Protocol):
     nranks: int
     name: str
     timeout: float
+    world_ranks: tuple[int, ...]
     hosts: list[str]
     pids: list[int]
     tokens: tuple[str, ...]

@@ -65,6 +65,7 @@ class LinkSession:
         self.nranks = len(ranks)
         self.name = name
         self.timeout = timeout
+        self.world_ranks = ranks
         self.status_provider: StatusProvider | None = None
         #: Key from which data transports derive theirs; set by ``connect``, distinct for each
         #: session split from this one.

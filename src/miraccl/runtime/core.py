@@ -21,7 +21,6 @@ from miraccl.deadline import Deadline
 from miraccl.diagnosis import blocked_ops
 from miraccl.diagnosis.detector import deadlock_detector
 from miraccl.diagnosis.error_codec import abort_error
-from miraccl.diagnosis.faults import Faults
 from miraccl.errors import CollectiveTimeout, CommunicatorClosed, InvalidUsage, MiracclError
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.lower import Run
@@ -34,6 +33,7 @@ from miraccl.runtime import forks, summary
 from miraccl.runtime.control import COUNTED_RANKS
 from miraccl.runtime.exchange import Transfer, TransferEntry, TransferTable
 from miraccl.runtime.fabric import AgreedConfig, Fabric
+from miraccl.runtime.faults import CpuFaults
 from miraccl.runtime.forks import closed_reason
 from miraccl.runtime.options import Options
 from miraccl.runtime.progress import progress
@@ -117,7 +117,7 @@ class CommunicatorCore:
             raise
         self.context = self.fabric.context
         self.constants = CpuConstants.from_json(self.fabric.constants_text)
-        self.faults = Faults(session, self.fabric, self.has_no_background_work)
+        self.faults = CpuFaults(session, self.fabric, self.has_no_background_work)
         for rank, loss in list(self._losses.items()):
             self._lost(rank, loss)
         hosts = self.fabric.hosts if len(set(self.fabric.hosts)) > 1 else ()
@@ -180,7 +180,7 @@ class CommunicatorCore:
     def _lost(self, rank: int, loss: Loss) -> None:
         """Handle the loss of the connection to ``rank``; called by transports on any thread."""
         self._losses[rank] = loss
-        faults: Faults | None = getattr(self, "faults", None)
+        faults: CpuFaults | None = getattr(self, "faults", None)
         if faults is not None and rank not in faults.left:
             faults.connection_lost(rank, loss)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from miraccl.bootstrap import Session
-from miraccl.diagnosis.faults import HINT
 from miraccl.diagnosis.mismatch import describe_operation
 from miraccl.diagnosis.waits import (
     RankProgress,
@@ -21,6 +20,7 @@ from miraccl.diagnosis.waits import (
 from miraccl.errors import CollectiveMismatch
 from miraccl.executor.cpu.kernels import layout
 from miraccl.runtime.control import FINALIZE
+from miraccl.runtime.engine_errors import HINT
 
 if TYPE_CHECKING:
     from miraccl.runtime.core import CommunicatorCore

@@ -14,18 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from miraccl import clock
-from miraccl.bootstrap import HUB, Event, Notice, PeerLeft, PeerLost, Session
-from miraccl.diagnosis import detector
-from miraccl.diagnosis.error_codec import (
-    abort_error,
-    death_error,
-    decode_error,
-    encode_error,
-)
-from miraccl.diagnosis.status_report import (
-    ORDER_HINT,
-    query_status,
-)
+from miraccl.bootstrap import Session
+from miraccl.diagnosis.error_codec import abort_error, decode_error
+from miraccl.diagnosis.fault_machine import Closed, FaultFound, FinalMismatch, Origin
+from miraccl.diagnosis.faults import CommunicatorFaults
+from miraccl.diagnosis.status_report import query_status
 from miraccl.errors import CollectiveMismatch, CommunicatorAborted, MiracclError
 from miraccl.executor.cuda import layout
 from miraccl.runtime.gpu.flight_recorder import RecorderSnapshot, Straggler
@@ -54,8 +47,8 @@ class CopyWaits(Protocol):
     def release_waits(self) -> None: ...
 
 
-class DeviceFaults:
-    """Fault state of one communicator.
+class DeviceFaults(CommunicatorFaults):
+    """Fault of a communicator's operations on the GPUs of one host.
 
     ``words``: the host words of ``executor.cuda.layout``. ``read_snapshot()`` reads the flight
     recorder of all ranks; ``describe_launch(number, signature)`` names a launch (number 0: a
@@ -63,6 +56,8 @@ class DeviceFaults:
     rejected; ``stopped()`` returns True if a wait on this GPU has ended unfulfilled.
     ``global_ranks``: rank numbers for errors, by rank of the session.
     """
+
+    notice_key = FAULT_NOTICE
 
     def __init__(
         self,
@@ -76,33 +71,26 @@ class DeviceFaults:
         stopped: Callable[[], bool],
         global_ranks: Sequence[int] = (),
     ) -> None:
-        self.session = session
-        self._global_ranks = global_ranks or range(session.nranks)
-        self.rank = self._global_ranks[session.rank]
-        #: notifies the other ranks of a fault found here
-        self.propagate: Callable[[MiracclError], None] = self._notify
+        super().__init__(session, global_ranks=global_ranks)
+        self.rank = self.global_ranks[session.rank]
         self._words, self._timeout = words, timeout_s
         self._describe_launch, self._stopped = describe_launch, stopped
         self._errors = KernelErrors(
             words,
             session.rank,
-            self._global_ranks,
+            self.global_ranks,
             read_snapshot=read_snapshot,
             describe_launch=describe_launch,
             rejected_size=rejected_size,
         )
         self._exit_reasons: dict[int, str] = {}
-        self._fault: MiracclError | None = None
-        self._found_by_kernel = False  # a kernel has reported, as the fault or too late to be it
-        self._from_peer = False  # the fault is another rank's
-        self.reported = False  # a call has raised the fault
-        self._lock = threading.RLock()  # reentrant: a signal handler may abort
         self._ended = clock.event()
+        self._forward: Callable[[MiracclError], None] | None = None
         self._engines: CopyWaits | None = None
         # held by the monitor and release threads while they use the GPU
         self._probe_lock, self._release_lock = threading.RLock(), threading.RLock()
         self._releasing = False
-        session.on_event(self._on_event)
+        session.on_event(self.on_event)
 
     @property
     def broken(self) -> bool:
@@ -112,15 +100,19 @@ class DeviceFaults:
     def ended(self) -> bool:
         return self._ended.is_set()
 
+    def forward_findings(self, report: Callable[[MiracclError], None]) -> None:
+        """Have ``report`` notify the peers of what kernels find here: there are other hosts."""
+        self._forward = report
+
     def check(self, name: str = "") -> None:
         """Raise the fault recorded so far, if any."""
         self._collect_kernel_report()
         with self._lock:
-            fault = self._fault
+            fault = self.fault
             if fault is None and self.broken:
                 fault = CommunicatorAborted("the communicator was aborted", rank=self.rank)
         if fault is not None:
-            self.reported = True
+            self.mark_reported()
             raised = copy.copy(fault)  # every raise gets its own traceback
             raised.op = fault.op or name or None
             raise raised
@@ -128,20 +120,12 @@ class DeviceFaults:
     def unreported(self, already_reported: bool = False) -> MiracclError | None:
         """Return the fault that invalidates results and that no call has raised, or None.
 
-        That is a fault found by a kernel here; or, unless ``already_reported`` by other means, a
-        mismatch reported by a peer, or any peer fault that interrupted a wait. The GPU has finished
-        its work.
+        See ``FaultMachine.unreported``. The GPU has finished its work.
         """
         self._collect_kernel_report()
-        fault = self._fault
-        if fault is None or self.reported:
-            return None
-        void = self._found_by_kernel or (
-            self._from_peer
-            and not already_reported
-            and (isinstance(fault, CollectiveMismatch) or self._stopped())
-        )
-        return fault if void else None
+        if self._machine.origin is not Origin.PEER or self._machine.found_by_engine:
+            return self._machine.unreported(already_reported=already_reported, stopped=False)
+        return self._machine.unreported(already_reported=already_reported, stopped=self._stopped())
 
     # ---- kernel reports
 
@@ -169,7 +153,7 @@ class DeviceFaults:
         No rank is waiting; every rank finds the same.
         """
         ahead, behind = (
-            self.rank if rank is None else self._global_ranks[rank]
+            self.rank if rank is None else self.global_ranks[rank]
             for rank in (straggler.ahead, straggler.behind)
         )
         op = self._describe_launch(straggler.number, straggler.signature)
@@ -184,7 +168,7 @@ class DeviceFaults:
 
         ``signature``: that of its collective, 0 if unknown.
         """
-        peer = self._global_ranks[source]
+        peer = self.global_ranks[source]
         op = self._describe_launch(0, signature) if signature else None
         text = (
             f"message count mismatch: rank {peer} sent more in {op or 'a collective'} "
@@ -197,91 +181,69 @@ class DeviceFaults:
             "call the same collectives with the same root and counts on all ranks; "
             "the results of this one are invalid"
         )
-        with self._lock:
-            if self._fault is None:
-                self._found_by_kernel = True
-                self._fault = CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=hint)
+        error = CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=hint)
+        self.handle(FinalMismatch(error=error))
 
     def _collect_kernel_report(self) -> None:
         """Turn a kernel's report into the fault and notify the peers."""
-        error = int(self._words[layout.HOST_ERROR])
-        if not error or self._is_superseded(error):
+        code = int(self._words[layout.HOST_ERROR])
+        if not code or self._machine.found_by_engine:
             return
-        needs_status = error in (layout.ERROR_TIMEOUT, layout.ERROR_CYCLE)
+        needs_status = code in (layout.ERROR_TIMEOUT, layout.ERROR_CYCLE)
+        needs_status &= self.fault is None or code in _ROOT_CAUSES
         # Not under the lock: events arrive while the query is pending.
         answers = query_status(self.session) if needs_status else {}
         with self._lock:
-            if self._is_superseded(error):
-                self._found_by_kernel = True
+            if self._machine.found_by_engine:
                 return
-            fault = self._errors.build(error, answers, self._exit_reasons, self._timeout)
-            # Notify first: the application may exit as soon as it sees the error.
-            self.propagate(fault)
-            self._found_by_kernel, self._fault = True, fault
-
-    def _is_superseded(self, error: int) -> bool:
-        """Return True if the present fault says at least as much as the kernel's report."""
-        with self._lock:
-            return self._found_by_kernel or (self._fault is not None and error not in _ROOT_CAUSES)
+            error = self._errors.build(code, answers, self._exit_reasons, self._timeout)
+            root_cause = code in _ROOT_CAUSES
+            self.handle(
+                FaultFound(
+                    error=error, origin=Origin.ENGINE, root_cause=root_cause, counts_late=True
+                )
+            )
 
     # ---- ending waits
 
     def abort(self, reason: str) -> None:
         """End the waits on all ranks' GPUs. Any thread may call it."""
+        # A report of a kernel says more than the abort: the next check makes it the fault.
+        superseded = bool(self._words[layout.HOST_ERROR]) and not self.ended
         error = abort_error(self.rank, reason)
-        # Notify first: an application that wakes up here may exit at once.
-        self._notify(error)
-        self._end_waits(error, found_here=True)
+        self.handle(FaultFound(error=error, superseded=superseded))
 
     def fail_deadlocked(self, op: str, text: str) -> None:
         """Set a deadlock as the fault and end this rank's waits."""
-        fault = CollectiveMismatch(text, rank=self.rank, op=op, hint=ORDER_HINT)
-        self._notify(fault)
-        self._end_waits(fault, from_peer=True)
-
-    def set_fault(self, fault: MiracclError) -> None:
-        """End the waits on this rank's GPU because of ``fault``, which the peers know.
-
-        Any thread may call it.
-        """
-        self._end_waits(fault)
+        self.handle(FaultFound(error=self.deadlock_error(op, text), origin=Origin.PEER))
 
     def announce_exit(self) -> None:
         """Notify peers that this rank's GPU has finished for good, ending their waits."""
         with contextlib.suppress(MiracclError):
             self.session.notify({EXIT_NOTICE: True})
 
-    def _notify(self, error: MiracclError) -> None:
-        with contextlib.suppress(MiracclError):  # the control plane may have failed, too
-            self.session.notify({FAULT_NOTICE: encode_error(error)})
+    def _notify_peers(self, error: MiracclError) -> None:
+        if self._forward is not None and self._machine.origin is Origin.ENGINE:
+            self._forward(error)
+        else:
+            super()._notify_peers(error)
 
-    def _on_event(self, event: Event) -> None:
-        """Handle an event in the session's watcher thread; waits end within milliseconds."""
-        if isinstance(event, PeerLost):
-            self._end_waits(
-                death_error(event, rank=self.rank, global_ranks=self._global_ranks), from_peer=True
-            )
-        elif isinstance(event, Notice) and FAULT_NOTICE in event.payload:
-            peer = self._global_ranks[event.from_rank]
-            fault = decode_error(event.payload[FAULT_NOTICE], rank=self.rank, source=peer)
-            if fault is None:
-                text = "the communicator was aborted"
-                fault = CommunicatorAborted(text, rank=self.rank, peer=peer)
-            self._end_waits(fault, from_peer=True)
-        elif isinstance(event, Notice) and event.payload.get("kind") == detector.NOTICE_KIND:
-            detector.handle_notice(event.payload)
-        elif isinstance(event, Notice) and EXIT_NOTICE in event.payload:
-            self._peer_left(event.from_rank, "finalized")
-        elif isinstance(event, PeerLeft) and event.rank != HUB:
-            # It may have failed after its peers took it for ready.
-            self._peer_left(event.rank, event.reason)
+    def _on_notice(self, source: int, payload: dict[str, Any]) -> None:
+        """Handle a notice in the session's watcher thread; waits end within milliseconds."""
+        if EXIT_NOTICE in payload:
+            self._peer_left(source, "finalized")
+        elif FAULT_NOTICE in payload:
+            peer = self.global_ranks[source]
+            error = decode_error(payload[FAULT_NOTICE], rank=self.rank, source=peer)
+            text = "the communicator was aborted"
+            self._receive(error or CommunicatorAborted(text, rank=self.rank, peer=peer))
 
-    def _peer_left(self, peer: int, reason: str) -> None:
-        """Record that ``peer`` will store nothing more."""
+    def _peer_left(self, rank: int, reason: str) -> None:
+        # It may have failed after its peers took it for ready: it will store nothing more.
         with self._lock:
             if not self._ended.is_set():
-                self._exit_reasons.setdefault(peer, reason)
-                self._words[layout.HOST_EXITED] |= 1 << peer
+                self._exit_reasons.setdefault(rank, reason)
+                self._words[layout.HOST_EXITED] |= 1 << rank
 
     def monitor_copies(
         self, engines: CopyWaits, pending_copies: Callable[[], tuple[int, int] | None]
@@ -293,7 +255,7 @@ class DeviceFaults:
         """
         self._engines = engines
         if self.broken:
-            self._end_waits(None)
+            self._stop_waits()
         else:
             clock.thread(
                 target=self._monitor_copies,
@@ -330,32 +292,25 @@ class DeviceFaults:
                 if self._ended.is_set() or self._releasing:
                     return
                 if self._words[layout.HOST_ERROR]:
-                    self._end_waits(None)
+                    self._stop_waits()
 
-    def _end_waits(
-        self, fault: MiracclError | None, *, found_here: bool = False, from_peer: bool = False
-    ) -> None:
-        """End all waits, present and future; the first fault stays.
-
-        A kernel's report says more than a fault that was ``found_here`` by the host and replaces
-        it.
-        """
+    def _stop_waits(self) -> None:
+        """End all waits: a kernel has reported an error, which the next check makes the fault."""
         with self._lock:
-            if self._ended.is_set():
-                return
-            # Waits end before the fault is visible: an application that sees it and continues with
-            # another operation must not run it, or its peers would take that for a mismatch.
-            self._words[layout.HOST_ABORT] = 1
-            if self._fault is None and not (found_here and self._words[layout.HOST_ERROR]):
-                self._fault, self._from_peer = fault, from_peer
-            if self._engines is not None and not self._releasing:
-                self._releasing = True
-                clock.thread(
-                    target=self._release_copies,
-                    args=(self._engines,),
-                    name="miraccl gpu release",
-                    daemon=True,
-                ).start()
+            self._end_waits(None)
+
+    def _end_waits(self, error: MiracclError | None) -> None:
+        if self._ended.is_set():
+            return
+        self._words[layout.HOST_ABORT] = 1
+        if self._engines is not None and not self._releasing:
+            self._releasing = True
+            clock.thread(
+                target=self._release_copies,
+                args=(self._engines,),
+                name="miraccl gpu release",
+                daemon=True,
+            ).start()
 
     def _release_copies(self, engines: CopyWaits) -> None:
         """Release waiting streams until they have ended."""
@@ -369,5 +324,6 @@ class DeviceFaults:
         """Stop writing to the words, whose memory may be freed; the GPU has finished its work."""
         with self._lock:
             self._ended.set()
+            self.handle(Closed())
         with self._probe_lock, self._release_lock:
             pass

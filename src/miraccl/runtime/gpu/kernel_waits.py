@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from miraccl.diagnosis.faults import SEND_RECV
 from miraccl.diagnosis.waits import RankProgress, Wait, WaitForOperation, WaitForPackets
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.gpu import Gpu
+from miraccl.runtime.engine_errors import SEND_RECV
 from miraccl.runtime.gpu.flight_recorder import (
     ENTRY,
     ENTRY_BYTES,

@@ -165,7 +165,7 @@ class MultiNodeCommunicator(DeviceCollectives, MultiNodeMessageCalls, Groupable)
                 global_ranks=local_ranks,
                 launch_orders=launch_orders,
             )
-            self.local.faults.propagate = self.faults.fail  # also to other hosts
+            self.local.faults.forward_findings(self.faults.fail)
             on_failure.callback(self.local.close)
             incomplete = CommunicatorAborted("cannot set up the GPU side", rank=self.rank)
             on_failure.callback(

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from miraccl.diagnosis.faults import SEND_RECV
 from miraccl.errors import MiracclError
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cpu.lower import describe_signature, signature
 from miraccl.runtime.core_access import CoreAccess
+from miraccl.runtime.engine_errors import SEND_RECV
 from miraccl.runtime.multinode.node_layout import NodeLayout
 from miraccl.runtime.multinode.segments import StagedSegment
 from miraccl.runtime.multinode.staging import PinnedSlots, PreparedOp

@@ -20,7 +20,6 @@ from typing import Any
 
 from miraccl.bootstrap import Session
 from miraccl.diagnosis import blocked_ops
-from miraccl.diagnosis.faults import SEND_RECV
 from miraccl.diagnosis.mismatch import describe_message, describe_operation
 from miraccl.diagnosis.waits import (
     BlockedState,
@@ -35,6 +34,7 @@ from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cpu.lower import describe_signature
 from miraccl.runtime.core_access import CoreAccess, core_access
+from miraccl.runtime.engine_errors import SEND_RECV
 from miraccl.runtime.gpu.kernel_waits import FailFn, KernelWaits
 from miraccl.runtime.gpu.probe import DeviceProbe
 from miraccl.runtime.gpu.wait_state import DeviceWaitState
