@@ -14,14 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 KNOWN_UPWARD = {
     "miraccl.diagnosis.detector -> miraccl.runtime.control",
-<<<<<<< HEAD
-    "miraccl.diagnosis.faults -> miraccl.runtime.control",
-    "miraccl.diagnosis.faults -> miraccl.runtime.fabric",
-    "miraccl.diagnosis.faults -> miraccl.runtime.setup_phases",
-=======
-    "miraccl.executor.cuda.driver -> miraccl.executor.cuda.fast_call_layout",
-    "miraccl.executor.cuda.gpu -> miraccl.executor.cuda.fast_call_layout",
->>>>>>> 0b9f3184 (diagnosis: one fault state machine with three providers)
     "miraccl.executor.cuda.message_launch -> miraccl.fastpath.cuda.table",
     "miraccl.ops.calls -> miraccl.planning.planner",
     "miraccl.proxy.kernels.progress_engine -> miraccl.executor.cpu.kernels.layout",
