@@ -777,6 +777,7 @@ def split_death() -> Any:
     """Rank 3 dies in a communicator of ranks 1 and 3; rank 1 says who that is in the job."""
     comm = miraccl.init(timeout=20)
     part = comm.split(comm.rank % 2)
+    assert part is not None
     part.all_reduce(np.ones(4))
     if comm.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)

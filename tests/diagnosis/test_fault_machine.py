@@ -44,12 +44,13 @@ def test_fault_found_here() -> None:
         EndWaits(error=TIMEOUT),
         Publish(error=TIMEOUT),
     ]
-    assert machine.state is FaultState.BROKEN
+    states = [machine.state]
     assert machine.handle(FaultFound(error=ABORT)) == []
     assert machine.handle(FaultReceived(error=DEATH)) == []
     assert machine.fault is TIMEOUT
     machine.handle(Raised())
-    assert machine.state is FaultState.REPORTED
+    states.append(machine.state)
+    assert states == [FaultState.BROKEN, FaultState.REPORTED]
 
 
 def test_fault_of_a_peer_is_not_sent_back() -> None:

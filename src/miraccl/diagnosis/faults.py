@@ -57,7 +57,7 @@ class CommunicatorFaults(abc.ABC):
     def _end_waits(self, error: MiracclError | None) -> None:
         """End the waits of this rank, now and later. Called with the lock."""
 
-    def _waits_ended(self, error: MiracclError) -> None:
+    def _waits_ended(self, error: MiracclError) -> None:  # noqa: B027  # optional
         """Do the rest, without the lock; the fault is visible."""
 
     def _root_cause(self, error: MiracclError) -> MiracclError:
@@ -68,7 +68,7 @@ class CommunicatorFaults(abc.ABC):
         """Return True if an event does not concern this rank any more."""
         return False
 
-    def _peer_left(self, rank: int, reason: str) -> None:
+    def _peer_left(self, rank: int, reason: str) -> None:  # noqa: B027  # optional
         """Record that a peer has left in good order."""
 
     # ---- inputs
