@@ -41,7 +41,7 @@ from miraccl.runtime.options import Options
 from miraccl.runtime.window import PAGE, WindowAllocator
 from miraccl.runtime.work import BackgroundWorker
 from miraccl.transport.fifo import slot_bytes_for
-from miraccl.transport.shm import ShmSegment, default_window_bytes
+from miraccl.transport.shm import ShmRegion, ShmSegment, default_window_bytes
 from miraccl.wire.proxy_records import Loss, LossKind
 from tests.diagnosis.late_watcher import LateWatcher
 from tests.runtime import cases
@@ -690,7 +690,7 @@ def limited() -> float:
 
 
 def make_window(pages: int) -> WindowAllocator:
-    return WindowAllocator(ShmSegment.create("miraccl-test", pages * PAGE))
+    return WindowAllocator(ShmRegion.create("miraccl-test", pages * PAGE))
 
 
 @settings(max_examples=30, deadline=None)
@@ -732,9 +732,7 @@ def test_window_allocation(plan: list[int | None], random: Any) -> None:
     gc.collect()
     assert window._free == [(0, 24 * PAGE)]
     assert window.allocated == 0
-    assert (
-        window.segment.file.resident_bytes(0, 24 * PAGE) == 0
-    )  # the pages went back to the system
+    assert window.region.resident_bytes(0, 24 * PAGE) == 0  # the pages went back to the system
 
 
 def test_window_memory_freed_by_gc_inside_an_allocation() -> None:

@@ -20,19 +20,19 @@ import numpy as np
 
 from miraccl.errors import InvalidUsage, SystemFailure
 from miraccl.schedule.reduction import NUMPY_DTYPE
-from miraccl.transport.shm import ShmSegment
+from miraccl.transport.shm import ShmRegion
 from miraccl.types import DType
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class WindowAllocator:
-    """First-fit allocator over a segment. Thread-safe."""
+    """First-fit allocator over a region. Thread-safe."""
 
-    def __init__(self, segment: ShmSegment) -> None:
-        self.segment = segment
+    def __init__(self, region: ShmRegion) -> None:
+        self.region = region
         #: (offset, bytes) of free blocks: sorted, never adjacent
-        self._free: list[tuple[int, int]] = [(0, segment.nbytes // PAGE * PAGE)]
+        self._free: list[tuple[int, int]] = [(0, region.nbytes // PAGE * PAGE)]
         self._returned: collections.deque[tuple[int, int]] = collections.deque()
         self._lock = threading.Lock()
         self.allocated = 0
@@ -43,14 +43,14 @@ class WindowAllocator:
         nbytes = math.prod(dims) * kind.itemsize
         size = max(PAGE, -(-nbytes // PAGE) * PAGE)
         offset = self._allocate(size)
-        raw = self.segment.file.memory(offset, max(nbytes, 1))
+        raw = self.region.memory(offset, max(nbytes, 1))
         weakref.finalize(raw, self._release, offset, size)
         return np.frombuffer(raw, np.uint8, nbytes).view(kind).reshape(dims)
 
     def contains(self, address: int, nbytes: int) -> bool:
         return (
-            self.segment.address <= address
-            and address + nbytes <= self.segment.address + self.segment.nbytes
+            self.region.address <= address
+            and address + nbytes <= self.region.address + self.region.nbytes
         )
 
     def resident_bytes(self) -> int:
@@ -60,11 +60,10 @@ class WindowAllocator:
             ends = [
                 0,
                 *(bound for start, room in self._free for bound in (start, start + room)),
-                self.segment.nbytes // PAGE * PAGE,
+                self.region.nbytes // PAGE * PAGE,
             ]
         return sum(
-            self.segment.file.resident_bytes(a, b - a)
-            for a, b in zip(ends[::2], ends[1::2], strict=True)
+            self.region.resident_bytes(a, b - a) for a, b in zip(ends[::2], ends[1::2], strict=True)
         )
 
     def _allocate(self, size: int) -> int:
@@ -77,7 +76,7 @@ class WindowAllocator:
                     return offset
         raise SystemFailure(
             f"cannot allocate {size} bytes of window memory: {self.allocated} of "
-            f"{self.segment.nbytes} bytes are in use"
+            f"{self.region.nbytes} bytes are in use"
         )
 
     def _release(self, offset: int, size: int) -> None:
@@ -85,7 +84,7 @@ class WindowAllocator:
         # It may run inside ``_allocate`` of the same thread, so it must not wait for the lock: the
         # holder merges the block.
         with contextlib.suppress(OSError):  # the segment frees it at the latest
-            self.segment.file.remove(offset, size)
+            self.region.remove(offset, size)
         self._returned.append((offset, size))
         if self._lock.acquire(blocking=False):
             try:

@@ -15,11 +15,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from miraccl import clock
 from miraccl.deadline import Deadline
-from miraccl.errors import MiracclError, SystemFailure
+from miraccl.errors import InvalidUsage, MiracclError, SystemFailure
 from miraccl.topo.records import PathType
 from miraccl.transport import cuda_pairs as pairs
 from miraccl.transport.base import machine_id
@@ -38,6 +39,7 @@ from miraccl.transport.cuda_pairs import (
 )
 from miraccl.transport.cuda_shm import Fills, HostSegment, PinningGpu
 from miraccl.transport.cuda_vmm import VmmGpu, VmmMapping
+from miraccl.transport.region import KEY_BYTES, MappedRegion, RegionDescriptor, Rights
 
 Explanation = list[tuple[Pair, str, str]]
 """(pair, mapping, reason) for each pair of ranks."""
@@ -95,6 +97,7 @@ class _MappingAttempt:
         self.gpu, self.rank, self.mappings, self._fills = gpu, rank, mappings, fills
         self._ordinals = ordinals
         self.own = 0
+        self.keys = {rank: clock.random_bytes(KEY_BYTES)}
         self.failures: list[tuple[int, str, str]] = []  # (peer, kind, reason)
         self.addresses: dict[int, int] = {rank: 0}  # local address of each rank's memory
         self.host: HostSegment | None = None
@@ -152,6 +155,7 @@ class _MappingAttempt:
             "host_size": 0,
             "handle": "",
             "door": "",
+            "key": self.keys[self.rank].hex(),
         }
         if self._vmm is not None:
             record["size"] = self._vmm.nbytes
@@ -173,6 +177,7 @@ class _MappingAttempt:
     def map_peers(self, infos: Sequence[bytes], stages: SetupExchange) -> None:
         """Map the memory of all peers; failures are recorded. Raises if the setup was cancelled."""
         records = [json.loads(info) for info in infos]
+        self.keys = {p: bytes.fromhex(record["key"]) for p, record in enumerate(records)}
         for peer in self._peers(PROCESS, IPC):
             try:
                 if self.mappings[peer] == PROCESS:
@@ -500,7 +505,41 @@ class WindowMemory:
                 peer=peer,
             )
 
+    def region(
+        self, rank: int, copy: Callable[[int, int, int], None], flush: Callable[[], None]
+    ) -> MappedRegion:
+        """Return the memory of ``rank`` as a region, valid until ``close``.
+
+        Args:
+            copy: ``copy(target, source, nbytes)`` between addresses of this rank's GPU.
+            flush: Waits for these copies.
+
+        Raises:
+            InvalidUsage: This rank's GPU has no peer access to the memory.
+        """
+        if not self.addresses[rank]:
+            raise InvalidUsage(
+                f"cannot address window memory of rank {rank}: there is no peer access",
+                rank=self._base.rank,
+                peer=rank,
+            )
+        descriptor = RegionDescriptor(
+            provider="cuda",
+            key=self._shared.keys[rank],
+            generation=0,
+            nbytes=self.nbytes,
+            rights=Rights.READ | Rights.WRITE,
+        )
+        return MappedRegion(
+            descriptor,
+            self.addresses[rank],
+            generation=lambda: 0 if self.addresses else -1,
+            copy=copy,
+            flush=flush,
+            memory=self,
+        )
+
     def close(self) -> None:
-        """Unmap and free; idempotent."""
+        """Unmap and free; regions of it become stale. Idempotent."""
         self._shared.close()
         self.own, self.addresses = 0, []

@@ -10,12 +10,23 @@ import json
 import threading
 import weakref
 from collections.abc import Mapping
+from typing import ClassVar
 
 from miraccl import clock
 from miraccl.errors import CommunicatorClosed, ProtocolError, SystemFailure
 from miraccl.transport import registry
 from miraccl.transport.base import Fifo, FifoPair, Transport, TransportContext
-from miraccl.transport.fifo import FifoMemory, check_slot_bytes, slot_bytes_for
+from miraccl.transport.fifo import FifoMemory, PrivateMemory, check_slot_bytes, slot_bytes_for
+from miraccl.transport.region import (
+    KEY_BYTES,
+    MappedRegion,
+    Region,
+    RegionDescriptor,
+    Rights,
+    StaleRegion,
+    copy_memory,
+    fence,
+)
 
 CAPABILITIES = registry.MEMORY.capabilities
 TOKEN_BYTES = 16
@@ -95,6 +106,67 @@ class MemoryTransport(Transport):
         self._closed = True
         with _lock:
             _transports.pop(self._token, None)
+
+
+class MemoryRegion(Region):
+    """Region of a thread of this process; see ``MemoryRegions``."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory: PrivateMemory | None = PrivateMemory(max(1, nbytes))
+        self.address, self.nbytes = self._memory.address, nbytes
+        self.key, self.generation = clock.random_bytes(KEY_BYTES), 0
+
+    def descriptor(self, rights: Rights = Rights.READ | Rights.WRITE) -> bytes:
+        if self._memory is None:
+            raise StaleRegion("cannot describe a region that is closed")
+        return RegionDescriptor(
+            provider=MemoryRegions.name,
+            key=self.key,
+            generation=self.generation,
+            nbytes=self.nbytes,
+            rights=rights,
+        ).encode()
+
+    def revoke(self) -> None:
+        self.generation += 1
+
+    def close(self) -> None:
+        self.generation, self._memory = -2, None
+
+
+class MemoryRegions:
+    """Provider of regions for threads of one process: plain memory and a table of keys."""
+
+    name = "memory"
+    _regions: ClassVar[weakref.WeakValueDictionary[bytes, MemoryRegion]] = (
+        weakref.WeakValueDictionary()
+    )
+
+    def register(self, nbytes: int) -> MemoryRegion:
+        region = MemoryRegion(nbytes)
+        with _lock:
+            self._regions[region.key] = region
+        return region
+
+    def attach(self, descriptor: bytes) -> MappedRegion:
+        parsed = RegionDescriptor.decode(descriptor, self.name)
+        with _lock:
+            region = self._regions.get(parsed.key)
+        if region is None or region.generation != parsed.generation:
+            raise StaleRegion("cannot attach a region: it was revoked or freed by its owner")
+        if parsed.nbytes != region.nbytes:
+            raise ProtocolError(
+                f"cannot attach a region: its descriptor names {parsed.nbytes} bytes instead of "
+                f"{region.nbytes}"
+            )
+        return MappedRegion(
+            parsed,
+            region.address,
+            generation=lambda: region.generation,
+            copy=copy_memory,
+            flush=fence,
+            memory=(region, region._memory),
+        )
 
 
 def open_transport(context: TransportContext) -> MemoryTransport:

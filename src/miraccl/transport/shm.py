@@ -17,15 +17,27 @@ import ctypes
 import json
 import os
 import resource
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from miraccl import clock
 from miraccl.errors import ProtocolError, SystemFailure
 from miraccl.transport import fifo, registry
 from miraccl.transport.base import Endpoint, Fifo, FifoPair, Transport, TransportContext
 from miraccl.transport.fifo import MAX_SLOT_BYTES, slot_bytes_for
 from miraccl.transport.mapped_file import MappedFile
+from miraccl.transport.region import (
+    KEY_BYTES,
+    MappedRegion,
+    Region,
+    RegionDescriptor,
+    Rights,
+    StaleRegion,
+    copy_memory,
+    fence,
+)
 
 CAPABILITIES = registry.SHM.capabilities
 CONTROL_BYTES = fifo.PAGE_BYTES
@@ -107,6 +119,108 @@ class ShmSegment:
             os.close(fd)
 
 
+_HEADER = struct.Struct(f"<{KEY_BYTES}sqq")  # key, generation, bytes
+_HEADER_BYTES = fifo.PAGE_BYTES
+
+
+class ShmRegion(Region):
+    """Region in a shared segment, which has its key and generation in a page after the memory.
+
+    ``release`` ends the time in which peers may attach it; ``close`` also frees its pages with the
+    last mapping.
+    """
+
+    def __init__(self, segment: ShmSegment, nbytes: int) -> None:
+        self.segment, self.address, self.nbytes = segment, segment.address, nbytes
+        self.key, self._generation = clock.random_bytes(KEY_BYTES), 0
+        self._closed = False
+        self._publish()
+
+    @classmethod
+    def create(cls, label: str, nbytes: int) -> ShmRegion:
+        """Make a region of ``nbytes``, rounded up to whole pages. Raises ``SystemFailure``."""
+        nbytes = -(-nbytes // fifo.PAGE_BYTES) * fifo.PAGE_BYTES
+        return cls(ShmSegment.create(label, nbytes + _HEADER_BYTES), nbytes)
+
+    def _publish(self) -> None:
+        header = _HEADER.pack(self.key, self._generation, self.nbytes)
+        fifo.memory_at(self.address + self.nbytes, len(header))[:] = header
+
+    def memory(self, offset: int, nbytes: int) -> Any:
+        """Return a buffer over part of the region, which keeps it mapped."""
+        return self.segment.file.memory(offset, nbytes)
+
+    def remove(self, offset: int, nbytes: int) -> None:
+        """Return whole pages to the system; they read as zeros afterwards."""
+        self.segment.file.remove(offset, nbytes)
+
+    def resident_bytes(self, offset: int, nbytes: int) -> int:
+        """Return the bytes of some whole pages that are in memory."""
+        return self.segment.file.resident_bytes(offset, nbytes)
+
+    def descriptor(self, rights: Rights = Rights.READ | Rights.WRITE) -> bytes:
+        if self.segment.fd < 0 or self._closed:
+            raise StaleRegion("cannot describe a region that is closed to further peers")
+        return RegionDescriptor(
+            provider=ShmRegions.name,
+            key=self.key,
+            generation=self._generation,
+            nbytes=self.nbytes,
+            rights=rights,
+            location={"pid": os.getpid(), "fd": self.segment.fd},
+        ).encode()
+
+    def revoke(self) -> None:
+        self._generation += 1
+        self._publish()
+
+    def release(self) -> None:
+        """Close the descriptor, so that no further peer can attach the region; idempotent."""
+        self.segment.release()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed, self._generation = True, -2
+            self._publish()
+        self.release()
+
+
+class ShmRegions:
+    """Provider of regions for the processes of one host."""
+
+    name = "shm"
+
+    def register(self, nbytes: int) -> ShmRegion:
+        return ShmRegion.create("miraccl-region", nbytes)
+
+    def attach(self, descriptor: bytes) -> MappedRegion:
+        parsed = RegionDescriptor.decode(descriptor, self.name)
+        try:
+            pid, fd = int(parsed.location["pid"]), int(parsed.location["fd"])
+        except (KeyError, ValueError) as error:
+            raise ProtocolError(f"cannot read a region descriptor: {error!r}") from None
+        segment = ShmSegment.open(pid, fd, parsed.nbytes + _HEADER_BYTES)
+        header = segment.address + parsed.nbytes
+
+        def read() -> tuple[bytes, int, int]:
+            key, generation, nbytes = _HEADER.unpack(fifo.memory_at(header, _HEADER.size))
+            return key, generation, nbytes
+
+        key, generation, nbytes = read()
+        if key != parsed.key or nbytes != parsed.nbytes:
+            raise ProtocolError(f"cannot attach a region of process {pid}: its key is another one")
+        if generation != parsed.generation:
+            raise StaleRegion("cannot attach a region: it was revoked or freed by its owner")
+        return MappedRegion(
+            parsed,
+            segment.address,
+            generation=lambda: read()[1],
+            copy=copy_memory,
+            flush=fence,
+            memory=segment,
+        )
+
+
 def default_window_bytes(nranks: int) -> int:
     """Return the size of a rank's window segment on a host with ``nranks`` ranks.
 
@@ -150,13 +264,14 @@ class ShmTransport(Transport):
         size = CONTROL_BYTES + len(self._order) * self._fifo_bytes
         self.segment = ShmSegment.create(f"miraccl-rank{endpoint.rank}", size)
         try:
-            self.window = ShmSegment.create(
+            self.window = ShmRegion.create(
                 f"miraccl-window{endpoint.rank}",
                 window_bytes or default_window_bytes(1 + len(peers)),
             )
         except SystemFailure:
             self.segment.release()
             raise
+        self._info: bytes | None = None
         self._probe = ctypes.c_int64(MAGIC ^ os.getpid())
 
     @property
@@ -169,14 +284,17 @@ class ShmTransport(Transport):
         return CONTROL_BYTES + position * self._fifo_bytes
 
     def setup(self) -> bytes:
+        if self._info is not None:
+            return self._info
         record = {
             "pid": os.getpid(),
             "segment": [self.segment.fd, self.segment.nbytes],
-            "window": [self.window.fd, self.window.nbytes],
+            "window": self.window.descriptor().decode(),
             "slot_bytes": self.slot_bytes,
             "probe": ctypes.addressof(self._probe),
         }
-        return json.dumps(record).encode()
+        self._info = json.dumps(record).encode()
+        return self._info
 
     def connect(self, infos: Mapping[int, bytes]) -> dict[int, FifoPair]:
         return {peer: self._connect_peer(peer, _parse(info, peer)) for peer, info in infos.items()}
@@ -190,7 +308,7 @@ class ShmTransport(Transport):
             )
         ranks, pid = sorted([*self._order, self.endpoint.rank]), record["pid"]
         segment = ShmSegment.open(pid, *record["segment"])
-        window = ShmSegment.open(pid, *record["window"])
+        window = ShmRegions().attach(record["window"].encode())
         own = self.segment.address + self._fifo_offset(self.endpoint.rank, peer, ranks)
         theirs = segment.address + self._fifo_offset(peer, self.endpoint.rank, ranks)
         return FifoPair(
@@ -226,10 +344,8 @@ def _parse(info: bytes, peer: int) -> dict[str, Any]:
     try:
         record = json.loads(info)
         ok = all(isinstance(record[k], int) for k in ("pid", "slot_bytes", "probe"))
-        ok = ok and all(
-            len(record[k]) == 2 and all(isinstance(v, int) for v in record[k])
-            for k in ("segment", "window")
-        )
+        ok = ok and len(record["segment"]) == 2 and isinstance(record["window"], str)
+        ok = ok and all(isinstance(v, int) for v in record["segment"])
     except (ValueError, KeyError, TypeError):
         ok = False
     if not ok:
