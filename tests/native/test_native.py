@@ -275,7 +275,7 @@ def test_a_change_of_what_stands_apart_compiles_nothing_else_anew() -> None:
         "__init__.py",
         "offsets.py",
         "operations.py",
-        "streams.py",
+        "tcp_streams.py",
     }
 
 

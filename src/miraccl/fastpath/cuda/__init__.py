@@ -17,4 +17,8 @@ records that both sides share.
 """
 
 #: Modules outside this package whose functions are compiled as well.
-SOURCES = ("miraccl.executor.cuda.warp_queues", "miraccl.executor.cuda.message_collectives")
+SOURCES = (
+    "miraccl.executor.cuda.fast_call_layout",
+    "miraccl.executor.cuda.warp_queues",
+    "miraccl.executor.cuda.message_collectives",
+)
