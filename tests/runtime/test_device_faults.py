@@ -395,7 +395,7 @@ def test_launcher_death_is_not_a_rank() -> None:
     )
     for hear, check in ((multi_node.on_event, multi_node.check), (rank.deliver, rank.faults.check)):
         hear(PeerLost(rank=HUB, reason="it was killed"))
-        with pytest.raises(PeerDied, match="the launcher died: it was killed"):
+        with pytest.raises(PeerDied, match="the control plane was lost: it was killed"):
             check("all_reduce")
 
 

@@ -18,14 +18,15 @@ def death_error(
 ) -> PeerDied:
     """Return the error that ``rank`` raises for a peer that died.
 
-    ``lost.rank`` -1 is a hub in the launcher's process. ``global_ranks``: rank numbers to use in
+    ``lost.rank`` -1: the control plane was lost, and there is no successor. ``global_ranks``: rank numbers to use in
     the message, by rank of the session; default the same numbers.
     """
     peer = lost.rank
     if global_ranks is not None and peer >= 0:
         peer = global_ranks[peer]
-    who = f"rank {peer}" if peer >= 0 else "the launcher"
-    return PeerDied(f"{who} died: {lost.reason}", rank=rank, peer=peer)
+    if peer < 0:
+        return PeerDied(f"the control plane was lost: {lost.reason}", rank=rank, peer=peer)
+    return PeerDied(f"rank {peer} died: {lost.reason}", rank=rank, peer=peer)
 
 
 def departure_error(peer: int, why: str, *, rank: int, op: str | None) -> PeerDied:

@@ -277,7 +277,7 @@ class Fabric:
         self._setup.check()
         for event in self.early_events:
             if isinstance(event, PeerLost | PeerLeft):
-                who = f"rank {event.rank}" if event.rank >= 0 else "the launcher"
+                who = f"rank {event.rank}" if event.rank >= 0 else "the control plane"
                 verb = "died" if isinstance(event, PeerLost) else "left"
                 raise PeerDied(
                     f"{who} {verb} while the ranks were connecting: {event.reason}",

@@ -97,7 +97,7 @@ class SetupPhases:
         def hear(event: Event) -> None:
             if isinstance(event, PeerLost | PeerLeft) and not over:
                 died = isinstance(event, PeerLost)
-                who = f"rank {event.rank}" if event.rank >= 0 else "the launcher"
+                who = f"rank {event.rank}" if event.rank >= 0 else "the control plane"
                 text = f"{who} {'died' if died else 'left'}: {event.reason}"
                 self.cancel(
                     (PeerDied if died else BootstrapError)(
