@@ -1,6 +1,4 @@
-"""The doors of a communicator of one rank: what they take, what they leave to Python, and the table
-of plans behind them.
-"""
+"""Compiled fast path: what it handles, and what it leaves to the slow path."""
 
 from __future__ import annotations
 
@@ -177,14 +175,14 @@ def test_arrays_that_a_door_must_refuse(comm: Communicator) -> None:
         "x",
     ):
         assert entered(comm, bad) == layout.NOT_HANDLED
-    assert (
-        comm._all_reduce(good[:32], good[1:33], RedOp.SUM, False, None) == layout.NOT_HANDLED
-    )  # an overlap that is not "in place"
+    # an overlap that is not "in place"
+    assert comm._all_reduce(good[:32], good[1:33], RedOp.SUM, False, None) == layout.NOT_HANDLED
+    # a stream, work in the background, or what only Python can tell
     for options in (
         (True, None),
         (False, 0),
         (0, None),
         (None, None),
-    ):  # a stream, work in the background, or what only Python can tell
+    ):
         assert comm._all_reduce(good, None, RedOp.SUM, *options) == layout.NOT_HANDLED
     assert entered(comm, good) == layout.OK

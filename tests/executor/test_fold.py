@@ -106,9 +106,8 @@ def test_scale(dtype: DType) -> None:
     """Times a scalar (pre-multiplied sum) and divided by a number (average), in place and not."""
     rng = np.random.default_rng(dtype)
     values = ref.wild(rng, dtype, 2000)
-    largest = (
-        0 if dtype.is_float else int(np.iinfo(ref.DTYPES[dtype]).max)
-    )  # of 64 bits: no float64
+    # of 64 bits: no float64
+    largest = 0 if dtype.is_float else int(np.iinfo(ref.DTYPES[dtype]).max)
     for scalar in (0, 1, 3, largest) if not dtype.is_float else (0.0, 0.37, -2.5):
         for in_place in (False, True):
             memory = Memory(rng)

@@ -1,4 +1,6 @@
-"""The driver of TCP streams without a proxy: conformance, and the order in which it reads memory."""
+"""The driver of TCP streams without a proxy: conformance, and the order in which it reads
+memory.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,7 @@ def frames(*numbers):
     return b"".join(encode_frame(Frame(FrameType.DATA, 0, n, 1, 1, 0, 1)) + b"x" for n in numbers)
 
 
-def test_want_beyond_the_tail_that_was_seen_is_found_at_the_next_look(desk):
+def test_cts_beyond_the_tail_that_was_read_is_found_at_the_next_scan(desk):
     """The executor consumes all messages and posts a CTS between the driver's read of the tail and of
     the CTS."""
     desk.there.sendall(frames(*range(NSLOTS)))
@@ -122,9 +124,8 @@ def test_advance_says_whether_more_can_be_done_at_once(desk):
     assert desk.driver.dirty
     memory = PrivateMemory(1 << 24)
     desk.send.post_address(memory.address, 1 << 24)
-    desk.there.sendall(
-        encode_frame(Frame(FrameType.CTS, 0, 0, 0, 1 << 24))[7:]
-    )  # the header begins with the 7 bytes above
+    # the header begins with the 7 bytes above
+    desk.there.sendall(encode_frame(Frame(FrameType.CTS, 0, 0, 0, 1 << 24))[7:])
     desk.driver.streams[0].on_edge(1)
     desk.driver.poll()
     assert desk.losses[0][1].kind is LossKind.PROTOCOL  # and with them it is no frame
@@ -133,7 +134,9 @@ def test_advance_says_whether_more_can_be_done_at_once(desk):
 def test_what_a_peer_sent_before_it_closed_counts_though_it_takes_nothing_any_more(
     desk, monkeypatch
 ):
-    """It waited in vain for this process, which was stopped: there is more to read than in one round, and something to be sent."""
+    """It waited in vain for this process, which was stopped: there is more to read than in one
+    round, and something to be sent.
+    """
     monkeypatch.setattr(stream_driver, "CALLS_PER_ROUND", 1)
     payload = bytes(range(256)) * (SLOT // 256)
     for number in range(NSLOTS):
@@ -177,7 +180,7 @@ def test_post_that_makes_no_sense_is_an_internal_loss(desk, mode, nbytes, addres
 
 
 @pytest.mark.parametrize(("address", "room"), [(5, 10), (0, 1), (1 << 20, -1)])
-def test_want_that_makes_no_sense_is_an_internal_loss(desk, address, room):
+def test_invalid_cts_is_an_internal_loss(desk, address, room):
     desk.recv.clear_to_send(address, room)
     desk.driver.scan()
     assert [(peer, loss.kind) for peer, loss in desk.losses] == [(3, LossKind.INTERNAL)]

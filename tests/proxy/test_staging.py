@@ -1,4 +1,6 @@
-"""The proxy between streams and the network: one word at a time, whatever the streams do; without GPUs, and but for one without threads."""
+"""The proxy between streams and the network: one word at a time, whatever the streams do;
+without GPUs, and but for one without threads.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ FUNCTION = ctypes.CFUNCTYPE(
 
 
 class Job:
-    """Segments are run in Python, or with ``codes`` by a call of compiled code that gives these, one a segment."""
+    """Segments are run in Python, or with ``codes`` by a call of compiled code that gives these,
+    one a segment.
+    """
 
     def __init__(
         self,
@@ -78,7 +82,7 @@ class Job:
 
 
 class Side:
-    """The lanes of a communicator with their flags, and streams that write and wait."""
+    """Stream's side of the slots of some staging threads, and what the threads did."""
 
     def __init__(self) -> None:
         self.words, self.faults = np.zeros(NSLOTS * SLOT_STRIDE // 8, np.int64), list[Exception]()
@@ -90,7 +94,7 @@ class Side:
         self._next = itertools.cycle(self.proxies)
 
     def stream(self, job: Job) -> list[Callable[[], bool]]:
-        """What a stream does for a job: each entry says whether it could go on."""
+        """Yield, for each step of a stream's work on a job, whether the stream could continue."""
         (number,) = {proxy.register(job) for proxy in self.proxies}
         ahead = NSLOTS * job.stride // LANES
         actions: list[Callable[[], bool]] = []
@@ -139,7 +143,7 @@ class Side:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """The first lane of a machine compiles the loop, which no deadline of a single test allows for."""
+    """Return a thread that serves compiled calls."""
     StagingThread(0, 1, on_fault=lambda error: None)
 
 

@@ -1,11 +1,13 @@
-"""What every transport must do: a class of tests fed by a factory.
+"""Conformance tests of transports: a class fed by a factory.
 
     class TestMine(TransportConformance):
+        spec = MINE
+
         def build(self, nranks): return World(...)
 
-All ranks live in this process, and this process plays their executors with ``transport.ends``, which never wait; ``World.wait`` does, for a
-bounded time.  Where two kinds of transport may differ (how much is in flight, who places a wanted message), the world says what
-holds for its kind.
+All ranks live in this process, which plays their executors with ``transport.ends``; these never
+wait, ``World.wait`` does for a bounded time. Where kinds of transports differ (messages in flight,
+in-place delivery), the capabilities in ``spec`` decide.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ POSTS_ADDRESSES = Capability.NEEDS_PROGRESS | Capability.IN_PLACE
 
 @dataclass
 class World:
-    """Connected ranks.  ``cleanup`` closes everything; ``news`` is set by the transports' wake-ups."""
+    """Connected ranks.  ``cleanup`` closes everything; ``news`` is set by the transports' wake-
+    ups.
+    """
 
     transports: dict[int, Transport]
     pairs: dict[int, dict[int, FifoPair]] = field(default_factory=dict)
@@ -109,7 +113,9 @@ class Way:
 
     @property
     def limit(self) -> int:
-        """How many messages can be posted while the receiver consumes none: a proxy has a ring on each side."""
+        """Messages that can be posted while the receiver consumes none: a proxy has a ring on each
+        side.
+        """
         return NSLOTS * (2 if Capability.NEEDS_PROGRESS in self.send.end.capabilities else 1)
 
     def post(self, payload: bytes, signature: int = 0) -> None:
@@ -230,7 +236,8 @@ class TransportConformance:
             assert way.send.post(pattern(100, posted))
             posted += 1
         world.wait(lambda: way.recv.peek())
-        # Give a transport that would overrun every chance: post as much as it lets us, and wait until it lets us.
+        # Give a transport that would overrun every chance: post as much as it lets us, and wait
+        # until it lets us.
         while posted < way.limit:
             world.wait(
                 lambda p=posted: way.send.post(pattern(100, p)),
@@ -244,7 +251,9 @@ class TransportConformance:
         assert way.take()[0] == b"goes on"
 
     def test_nslots_messages_are_always_in_flight(self, make):
-        """The depth that schedules are verified with: post succeeds whenever fewer than NSLOTS messages are not consumed."""
+        """The depth that schedules are verified with: post succeeds whenever fewer than NSLOTS
+        messages are not consumed.
+        """
         way = make().way(0, 1)
         for i in range(NSLOTS):
             way.post(pattern(200, i))

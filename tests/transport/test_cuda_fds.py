@@ -18,7 +18,7 @@ from tests.support.ranks import run_ranks
 
 
 @pytest.fixture
-def doors() -> Iterator[list[FdChannel]]:
+def channels() -> Iterator[list[FdChannel]]:
     made = [FdChannel(2, pid_namespace()) for _ in range(3)]
     yield made
     for door in made:
@@ -35,14 +35,14 @@ def text_of(fd: int) -> bytes:
     return os.pread(fd, 100, 0)
 
 
-def test_everybody_pushes_before_anybody_takes(doors: list[FdChannel]) -> None:
+def test_everybody_pushes_before_anybody_takes(channels: list[FdChannel]) -> None:
     files = [file_with(f"rank {rank}".encode()) for rank in range(3)]
-    for rank, door in enumerate(doors):
+    for rank, door in enumerate(channels):
         for peer in range(3):
             if peer != rank:
-                door.send(rank, doors[peer].address, [files[rank]] * 2)
-    for rank, door in enumerate(doors):
-        got = door.receive({p: doors[p].address for p in range(3) if p != rank})
+                door.send(rank, channels[peer].address, [files[rank]] * 2)
+    for rank, door in enumerate(channels):
+        got = door.receive({p: channels[p].address for p in range(3) if p != rank})
         assert {peer: [text_of(fd) for fd in fds] for peer, fds in got.items()} == {
             p: [f"rank {p}".encode()] * 2 for p in range(3) if p != rank
         }
@@ -52,25 +52,25 @@ def test_everybody_pushes_before_anybody_takes(doors: list[FdChannel]) -> None:
     close_all(files)
 
 
-def test_who_does_not_come_is_missing(doors: list[FdChannel]) -> None:
-    doors[1].send(1, doors[0].address, [])
+def test_a_rank_that_does_not_connect_is_missing(channels: list[FdChannel]) -> None:
+    channels[1].send(1, channels[0].address, [])
     for _ in range(1000):  # the time may be over before it looks at who has come
-        if got := doors[0].receive({1: doors[1].address, 2: doors[2].address}, 0.02):
+        if got := channels[0].receive({1: channels[1].address, 2: channels[2].address}, 0.02):
             break
     assert got == {1: []}
 
 
-def test_a_caller_is_let_in_as_soon_as_a_descriptor_is_free(
-    doors: list[FdChannel], monkeypatch: pytest.MonkeyPatch
+def test_a_peer_is_accepted_once_a_descriptor_is_free(
+    channels: list[FdChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    doors[1].send(1, doors[0].address, [])
+    channels[1].send(1, channels[0].address, [])
     with contextlib.ExitStack() as shortage:
         shortage.enter_context(limit_descriptors(0))
         monkeypatch.setattr("miraccl.clock.sleep", lambda seconds: shortage.close())
-        assert doors[0].receive({1: doors[1].address}) == {1: []}
+        assert channels[0].receive({1: channels[1].address}) == {1: []}
 
 
-def test_a_door_that_cannot_be_opened_is_a_failure_of_the_system() -> None:
+def test_a_channel_that_cannot_be_opened_is_a_system_failure() -> None:
     with (
         limit_descriptors(0),
         pytest.raises(SystemFailure, match="cannot listen on a Unix socket: Too many open files"),
@@ -79,17 +79,16 @@ def test_a_door_that_cannot_be_opened_is_a_failure_of_the_system() -> None:
 
 
 @pytest.mark.parametrize("how", ["token", "rank", "silent", "junk", "process"])
-def test_strangers_are_dropped(doors: list[FdChannel], how: str) -> None:
-    here, there = doors[0].address, doors[1].address
+def test_unauthenticated_peers_are_dropped(channels: list[FdChannel], how: str) -> None:
+    here, there = channels[0].address, channels[1].address
     fd = file_with(b"evil")
     if how == "token":
-        doors[1].send(1, dataclasses.replace(here, token="00" * 16), [fd])
+        channels[1].send(1, dataclasses.replace(here, token="00" * 16), [fd])
     elif how == "rank":
-        doors[1].send(7, here, [fd])
-    elif (
-        how == "process"
-    ):  # the right token, but the control plane said that rank 1 is another process
-        doors[1].send(1, here, [fd])
+        channels[1].send(7, here, [fd])
+    # the right token, but the control plane said that rank 1 is another process
+    elif how == "process":
+        channels[1].send(1, here, [fd])
         there = dataclasses.replace(there, pid=1)
     with socket.socket(socket.AF_UNIX) as sock:
         if how in ("silent", "junk"):
@@ -98,27 +97,26 @@ def test_strangers_are_dropped(doors: list[FdChannel], how: str) -> None:
             sock.shutdown(socket.SHUT_WR)
         peers = {1: there}
         before = len(os.listdir("/proc/self/fd"))
-        assert doors[0].receive(peers, 0.3) == {}
+        assert channels[0].receive(peers, 0.3) == {}
         assert len(os.listdir("/proc/self/fd")) == before, "descriptors of strangers are closed"
-    doors[1].send(1, here, [fd])
-    got = doors[0].receive({1: doors[1].address})
+    channels[1].send(1, here, [fd])
+    got = channels[0].receive({1: channels[1].address})
     assert [text_of(f) for f in got[1]] == [b"evil"]
     close_all([fd, *got[1]])
 
 
-def test_a_closed_door_and_a_false_one_are_told(doors: list[FdChannel]) -> None:
-    gone = dataclasses.replace(doors[1].address, name="miraccl-nobody")
+def test_closed_and_foreign_channels_are_reported(channels: list[FdChannel]) -> None:
+    gone = dataclasses.replace(channels[1].address, name="miraccl-nobody")
     with pytest.raises(SystemFailure, match="cannot send descriptors to process"):
-        doors[0].send(0, gone, [])
+        channels[0].send(0, gone, [])
     with pytest.raises(SystemFailure, match="expected process 1 of user"):
-        doors[0].send(0, dataclasses.replace(doors[1].address, pid=1), [])
-    doors[0].send(
-        0, dataclasses.replace(doors[1].address, pid=1, pid_namespace=-1), []
-    )  # numbers of another namespace mean nothing
+        channels[0].send(0, dataclasses.replace(channels[1].address, pid=1), [])
+    # numbers of another namespace mean nothing
+    channels[0].send(0, dataclasses.replace(channels[1].address, pid=1, pid_namespace=-1), [])
 
 
-def test_addresses_travel_as_text(doors: list[FdChannel]) -> None:
-    assert FdChannelAddress.from_json(doors[0].address.to_json()) == doors[0].address
+def test_addresses_travel_as_text(channels: list[FdChannel]) -> None:
+    assert FdChannelAddress.from_json(channels[0].address.to_json()) == channels[0].address
 
 
 def pass_around() -> list[str]:
@@ -131,7 +129,7 @@ def pass_around() -> list[str]:
     )
     addresses = [
         FdChannelAddress.from_json(blob.decode())
-        for blob in session.all_gather(door.address.to_json().encode(), "doors")
+        for blob in session.all_gather(door.address.to_json().encode(), "channels")
     ]
     peers = {p: a for p, a in enumerate(addresses) if p != session.rank}
     for address in peers.values():

@@ -1,4 +1,4 @@
-"""Symmetric memory in every way, between processes and threads, with a driver that is only pretended (``tests.gpu.fake_cuda``)."""
+"""Symmetric memory with every mapping, between processes and threads (``tests.gpu.fake_cuda``)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def connected(
         ({"TEST_GPUS": "1"}, "vmm"),
     ],
 )
-def test_all_pairs_in_one_way(env: dict[str, str], kind: str) -> None:
+def test_all_pairs_with_one_mapping(env: dict[str, str], kind: str) -> None:
     for rank, got in enumerate(connected(3, env=env)):
         assert got["kinds"] == [kind if peer != rank else "self" for peer in range(3)]
         assert [row[0] for row in got["why"]] == [(0, 1), (0, 2), (1, 2)]
@@ -54,7 +54,7 @@ def test_all_pairs_in_one_way(env: dict[str, str], kind: str) -> None:
 
 
 @pytest.mark.parametrize("cumem", ["0", "auto"])
-def test_ways_may_differ_between_pairs(cumem: str) -> None:
+def test_mappings_may_differ_between_pairs(cumem: str) -> None:
     """GPU 0 and GPU 1 do not reach each other: one direction is enough."""
     direct = "ipc" if cumem == "0" else "vmm"
     results = connected(3, deny=[[1, 0]], env={"MIRACCL_CUMEM": cumem})
@@ -78,13 +78,13 @@ def test_ways_may_differ_between_pairs(cumem: str) -> None:
         "cuMemMap",
     ],
 )
-def test_what_fails_on_one_rank_is_left_by_all(call: str) -> None:
+def test_a_mapping_that_fails_on_one_rank_is_abandoned_by_all(call: str) -> None:
     for rank, got in enumerate(connected(2, refuse=[call])):
         assert got["kinds"] == [["self", "ipc"], ["ipc", "self"]][rank]
         assert not got["descriptors"]
 
 
-def test_a_rank_that_nobody_maps_takes_plain_memory_beside_others_with_descriptors() -> None:
+def test_an_unmapped_rank_has_plain_memory_beside_others_with_descriptors() -> None:
     for rank, got in enumerate(
         connected(3, refuse=["2:cuMemCreate"], by_rank={"2": {"MIRACCL_P2P_DISABLE": "1"}})
     ):
@@ -95,13 +95,13 @@ def test_a_rank_that_nobody_maps_takes_plain_memory_beside_others_with_descripto
         assert got["descriptors"]
 
 
-def test_host_memory_is_the_last_way() -> None:
+def test_host_memory_is_the_last_mapping() -> None:
     for got in connected(2, refuse=["cuMemCreate", "1:cuIpcOpenMemHandle"]):
         assert sorted(got["kinds"]) == ["host", "self"]
         assert "ipc failed: cuIpcOpenMemHandle" in got["why"][0][2]
 
 
-def test_no_way_is_an_error_that_names_the_pair_on_every_rank() -> None:
+def test_no_mapping_is_an_error_that_names_the_pair_on_every_rank() -> None:
     outcomes = rank_outcomes(
         fake_ranks.connect, 2, ["cuMemHostRegister"], [], {"1": {"NCCL_P2P_DISABLE": "1"}}, False
     )

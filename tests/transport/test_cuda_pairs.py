@@ -1,4 +1,4 @@
-"""Which way a pair of ranks takes: the rules, and that all ranks and both orders decide alike."""
+"""Mapping of a pair of ranks: the rules, and the same choice on all ranks and in both orders."""
 
 from __future__ import annotations
 

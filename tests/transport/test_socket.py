@@ -1,4 +1,4 @@
-"""TCP transport on loopback: the conformance kit over IPv4 and IPv6, meeting, strangers, ends, and
+"""TCP transport on loopback: the conformance kit over IPv4 and IPv6, meeting, intruders, ends, and
 processes that die.
 """
 
@@ -114,7 +114,7 @@ def test_message_larger_than_a_slot_is_announced_and_waits(pair):
     assert way.take()[1].mode is Mode.LANDED
 
 
-def test_room_that_is_too_small_is_reported_and_not_written(pair):
+def test_a_receive_buffer_that_is_too_small_is_reported_and_not_written(pair):
     way = pair.way(0, 1)
     source, target = PrivateMemory(SLOT * 2), PrivateMemory(SLOT * 2)
     memory_at(source.address, SLOT * 2)[:] = b"x" * SLOT * 2
@@ -393,7 +393,7 @@ def test_other_secret_is_refused_by_the_caller(world):
     assert isinstance(errors[1], BootstrapError)
 
 
-# --- strangers ---
+# --- unauthenticated peers
 
 
 def call(transport: SocketTransport) -> socket.socket:
@@ -401,12 +401,12 @@ def call(transport: SocketTransport) -> socket.socket:
     return socket.create_connection(address, timeout=WAIT_S)
 
 
-def test_strangers_and_garbage_do_not_disturb_a_meeting(world):
+def test_unauthenticated_peers_and_garbage_do_not_disturb_connecting(world):
     for rank in range(2):
         build_rank(world, rank)
-    strangers = [call(world.transports[1]) for _ in range(connect_round.MAX_UNAUTHENTICATED + 20)]
-    for i, stranger in enumerate(strangers):
-        stranger.sendall(
+    intruders = [call(world.transports[1]) for _ in range(connect_round.MAX_UNAUTHENTICATED + 20)]
+    for i, intruder in enumerate(intruders):
+        intruder.sendall(
             [b"", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 9, b"\0" * 4096, pattern(HELLO_BYTES)][
                 i % 4
             ]
@@ -415,14 +415,14 @@ def test_strangers_and_garbage_do_not_disturb_a_meeting(world):
     way = world.way(0, 1)
     way.post(b"x")
     assert way.take()[0] == b"x"
-    for i, stranger in enumerate(strangers):
-        with stranger:
+    for i, intruder in enumerate(intruders):
+        with intruder:
             if i % 4:  # the silent ones may still sit in the queue
-                assert drained(stranger) == b""
+                assert drained(intruder) == b""
 
 
 def drained(sock: socket.socket) -> bytes:
-    """All that comes until the other side ends the connection."""
+    """Return all bytes until the peer ends the connection."""
     found = b""
     try:
         while data := sock.recv(4096):
@@ -432,7 +432,7 @@ def drained(sock: socket.socket) -> bytes:
     return found
 
 
-def test_stranger_with_a_plausible_hello_gets_a_challenge_and_nothing_else(world, monkeypatch):
+def test_unauthenticated_peer_with_a_plausible_hello_gets_a_challenge_only(world, monkeypatch):
     """It does not know the secret: whatever it answers, it is dropped, and silence is dropped after
     the handshake's deadline.
     """
@@ -592,7 +592,7 @@ def test_connect_info_round_trip():
         b'[[["10.0.0.1",5]],1]',
     ],
 )
-def test_connect_info_that_makes_no_sense_is_refused(data):
+def test_invalid_connect_info_is_rejected(data):
     with pytest.raises(ProtocolError, match="connect info"):
         ConnectInfo.decode(data)
 

@@ -1,4 +1,6 @@
-"""A rank whose process is killed: the others learn it at once, from the kernel, and nobody waits."""
+"""A rank whose process is killed: the others learn it at once, from the kernel, and nobody
+waits.
+"""
 
 from __future__ import annotations
 

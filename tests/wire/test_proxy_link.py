@@ -250,9 +250,8 @@ def test_memory_is_released_only_when_the_kernel_has_taken_it_in_order():
     assert len(pieces) == 2
     assert sends(link.handle(rec.MessagePosted(1, 1, 20)))[0].message == 1
     on_stream_0 = sum(1 for f in [*first, *pieces] if f.stream == 0) + 1
-    assert (
-        link.handle(rec.FramesWritten(0, on_stream_0)) == []
-    )  # message 1 is taken, message 0 is not
+    # message 1 is taken, message 0 is not
+    assert link.handle(rec.FramesWritten(0, on_stream_0)) == []
     assert link.handle(
         rec.FramesWritten(1, sum(1 for f in [*first, *pieces] if f.stream == 1))
     ) == [rec.PublishTail(2)]

@@ -111,7 +111,7 @@ def test_initiator_learns_at_once_that_the_acceptor_has_another_secret():
     assert a.state is HandshakeState.FAILED
 
 
-def test_another_job_with_the_same_secret_is_a_stranger():
+def test_another_job_with_the_same_secret_is_rejected():
     with pytest.raises(AuthenticationError, match="does not know the secret"):
         initiator().receive(
             acceptor(key=ws.derive_key(b"secret", b"other job")).receive(initiator().hello)
@@ -184,7 +184,7 @@ def test_deadline_ends_the_handshake():
     assert machine.needs == 0
 
 
-def test_stranger_cannot_make_the_acceptor_read_more_than_a_handshake():
+def test_an_unauthenticated_peer_cannot_make_the_acceptor_read_more_than_a_handshake():
     assert ws.HANDSHAKE_BYTES < 128
     machine = acceptor()
     total = machine.needs
