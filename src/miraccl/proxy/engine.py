@@ -88,7 +88,9 @@ class EngineLink:
         return self.word(layout.LINK_STATE) <= layout.STATE_CLOSING
 
     def close(self) -> None:
-        """Close the sockets; bytes that the kernel has taken are still delivered.  Idempotent."""
+        """Close the sockets; bytes that the kernel has accepted are still delivered.
+        Idempotent.
+        """
         self.closed = True
         for sock in self.connection.streams:
             with suppress(OSError):

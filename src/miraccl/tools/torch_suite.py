@@ -25,7 +25,7 @@ BACKENDS = ("miraccl", "gloo")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SuiteOutcome:
     """Outcome of one test on one backend: ``passed``, ``failed`` or ``skipped``, with a reason."""
 
     outcome: str
@@ -34,7 +34,7 @@ class Outcome:
 
 def run_backend(
     backend: str, patterns: tuple[str, ...], ranks: int, *, echo: bool = False
-) -> Iterator[tuple[str, Outcome]]:
+) -> Iterator[tuple[str, SuiteOutcome]]:
     """Run the tests on one backend; yield each outcome as it comes.
 
     Raises:
@@ -62,7 +62,10 @@ def run_backend(
                 record = json.loads(line)
                 if echo:
                     click.echo(f"{backend}: {record['test']}: {record['outcome']}", err=True)
-                yield record["test"], Outcome(outcome=record["outcome"], reason=record["reason"])
+                yield (
+                    record["test"],
+                    SuiteOutcome(outcome=record["outcome"], reason=record["reason"]),
+                )
             process.wait()
             log.seek(0)
             text = log.read()
@@ -73,7 +76,9 @@ def run_backend(
             )
 
 
-def differences(results: dict[str, dict[str, Outcome]]) -> list[tuple[str, Outcome, Outcome]]:
+def differences(
+    results: dict[str, dict[str, SuiteOutcome]],
+) -> list[tuple[str, SuiteOutcome, SuiteOutcome]]:
     """Return the tests whose outcome differs between miraccl and Gloo."""
     ours, theirs = results["miraccl"], results["gloo"]
     return [
@@ -83,7 +88,7 @@ def differences(results: dict[str, dict[str, Outcome]]) -> list[tuple[str, Outco
     ]
 
 
-def table(results: dict[str, dict[str, Outcome]]) -> str:
+def table(results: dict[str, dict[str, SuiteOutcome]]) -> str:
     """Format the counts, and the tests that differ, as Markdown."""
     lines = ["| backend | passed | failed | skipped |", "|---|---|---|---|"]
     for backend, outcomes in results.items():
@@ -109,7 +114,7 @@ def table(results: dict[str, dict[str, Outcome]]) -> str:
 @click.option("--json", "as_json", is_flag=True, help="Print the outcomes as JSON.")
 def main(patterns: tuple[str, ...], backend: tuple[str, ...], ranks: int, as_json: bool) -> None:
     """Run the tests on each backend and print the table."""
-    results: dict[str, dict[str, Outcome]] = {}
+    results: dict[str, dict[str, SuiteOutcome]] = {}
     for name in backend:
         results[name] = dict(run_backend(name, patterns, ranks, echo=True))
     if as_json:

@@ -1,7 +1,8 @@
 """One backend's run of PyTorch's ``distributed_test``; started by ``tools.torch_suite``.
 
-The tests of PyTorch decide by the name of the backend which of them apply.  They are told ``gloo``,
-so that all tests of CPU backends run, and the groups are then made with the backend under test.
+The tests of PyTorch decide by the name of the backend which of them apply.  The name they see is
+``gloo``, so that all tests of CPU backends run, and the groups are then made with the backend under
+test.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ if BACKEND == "miraccl":
         distributed_test.PROFILING_SUPPORTED_BACKENDS.append(BACKEND)
 
 
-class TestSuite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):  # type: ignore[misc]
+_Tests: Any = distributed_test.DistributedTest._DistTestBase
+
+
+class TestSuite(distributed_test.TestDistBackend, _Tests):  # type: ignore[misc]
     """PyTorch's tests of a backend, each with freshly spawned ranks."""
 
     def setUp(self) -> None:
@@ -66,7 +70,8 @@ class _Result(unittest.TestResult):
 
     def addFailure(self, test: Any, err: Any) -> None:  # noqa: N802
         """Report a test whose assertion failed."""
-        self._report(test, "failed", self._exc_info_to_string(err, test))  # type: ignore[attr-defined]
+        base: Any = super()
+        self._report(test, "failed", base._exc_info_to_string(err, test))
 
     addError = addFailure  # noqa: N815
 

@@ -354,7 +354,8 @@ class FastPathCollectives(Collectives):
         ):
             return False
         ordinal = streams.device.index
-        return all([is_plain_gpu_tensor(tensor, ordinal) for tensor in tensors])  # noqa: C419 (slower)
+        # a generator expression is slower
+        return all([is_plain_gpu_tensor(x, ordinal) for x in tensors])  # noqa: C419
 
     def _has_one_per_rank(self, tensors: Any, one: Any) -> bool:
         """Return True if the list holds one eligible, writable tensor like ``one`` per rank."""

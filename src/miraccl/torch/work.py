@@ -213,7 +213,7 @@ class WorkQueue:
         self._queue.put((work, action))
 
     def _run(self, action: Action) -> Exception | None:
-        """Run an action; return its error, which belongs to whoever waits for the work."""
+        """Run an action; return its error, for the caller that waits for the work."""
         try:
             with self._run_lock:
                 run_translated(action)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from miraccl.wire.datagram.flow import Flow, validate_state
+from miraccl.wire.datagram.flow import DatagramFlow, validate_state
 from miraccl.wire.datagram.flow_records import (
     FlowConfig,
     FrameAcknowledged,
@@ -47,7 +47,7 @@ class PathModel:
 class Side:
     """One end: its flow, the frames that it sends, and the frames that it received."""
 
-    flow: Flow
+    flow: DatagramFlow
     sending: dict[int, list[bytes]] = field(default_factory=dict)
     receiving: dict[int, bytearray] = field(default_factory=dict)
     received: list[tuple[int, int, bytes]] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Network:
                 nstreams=nstreams,
                 granted=granted,
             )
-            self.sides.append(Side(Flow(config, log=[] if log else None)))
+            self.sides.append(Side(DatagramFlow(config, log=[] if log else None)))
         self._events: list[tuple[int, int, str, Any]] = []
         self._sequence = 0
         self._busy: dict[tuple[int, int], int] = {}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miraccl.wire.datagram.control import CONTROLLERS
-from miraccl.wire.datagram.flow import Flow
+from miraccl.wire.datagram.flow import DatagramFlow
 from tests.wire.datagram.network import MS, SECOND, US, Network, PathModel
 
 MEBI = 1 << 20
@@ -110,7 +110,7 @@ def test_a_log_replays_to_the_same_decisions() -> None:
     flow = net.sides[0].flow
     log = flow._log
     assert log is not None
-    again = Flow(flow.config)
+    again = DatagramFlow(flow.config)
     for name, *args in log:
         if name == "receive":
             now, packet, path, marked = args

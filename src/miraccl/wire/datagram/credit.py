@@ -75,7 +75,7 @@ class Grantor:
         """Return grants to send as (sender, total).
 
         Senders with the smallest backlog come first, equal ones in turn: short transfers finish
-        early and nobody starves, because the budget is refilled as bytes arrive.
+        early and no sender starves, because the budget is refilled as bytes arrive.
         """
         self._refill(now)
         free = self.budget - sum(s.outstanding for s in self.senders.values())

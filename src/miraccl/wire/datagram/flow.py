@@ -42,7 +42,7 @@ from miraccl.wire.datagram.packets import (
     Packet,
     Probe,
 )
-from miraccl.wire.datagram.path import Path, SentPacket, Span
+from miraccl.wire.datagram.path import FlowPath, SentPacket, Span
 from miraccl.wire.datagram.path_states import PathState
 from miraccl.wire.datagram.ranges import RangeSet
 from miraccl.wire.stream import HEADER_BYTES as FRAME_BYTES
@@ -103,7 +103,7 @@ class IncomingStream:
     received: RangeSet = field(default_factory=RangeSet)
 
 
-class Flow:
+class DatagramFlow:
     """State of the transfer to and from one peer.
 
     Attributes without underscore may be read by the owner.  ``log``, if given, records every call
@@ -113,7 +113,7 @@ class Flow:
     def __init__(self, config: FlowConfig, *, log: list[Any] | None = None) -> None:
         self.config = config
         control = controller(config.congestion)
-        self.paths = [Path(i, control, config.mtu) for i in range(config.npaths)]
+        self.paths = [FlowPath(i, control, config.mtu) for i in range(config.npaths)]
         self.granted = config.granted
         self.new_bytes = 0
         self.rejected = 0
@@ -290,7 +290,7 @@ class Flow:
                     frame.resend_header = True
 
     @staticmethod
-    def _changed(path: Path, before: PathState) -> list[FlowEvent]:
+    def _changed(path: FlowPath, before: PathState) -> list[FlowEvent]:
         if path.state is before:
             return []
         return [PathChanged(path.index, before.value, path.state.value)]
@@ -317,7 +317,7 @@ class Flow:
             before = path.state
             self._requeue(path.on_timer(now))
             if path.state is PathState.SUSPECT and any(p.usable for p in self.paths):
-                # sendable elsewhere at once; a late acknowledgement still counts for this path
+                # sendable on other paths at once; a late acknowledgement still counts for this path
                 self._requeue(path.sent.values())
             events += self._changed(path, before)
         return events
@@ -358,9 +358,9 @@ class Flow:
             return False
         return not frame.length or self.granted is None or self.new_bytes < self.granted
 
-    def _choose_path(self, now: int) -> Path | None:
+    def _choose_path(self, now: int) -> FlowPath | None:
         """Return the open path with room and the least expected finish time."""
-        best: Path | None = None
+        best: FlowPath | None = None
         for path in self.paths:
             if not path.usable or not path.has_room(path.mtu) or path.release_time(now) > now:
                 continue
@@ -368,14 +368,14 @@ class Flow:
                 best = path
         return best
 
-    def _data_packet(self, now: int, path: Path) -> OutgoingPacket:
+    def _data_packet(self, now: int, path: FlowPath) -> OutgoingPacket:
         records = self._control_records(now, path, _SHORT_ACK_RANGES)
         room = path.mtu - HEADER_BYTES - TAG_BYTES - _size_of(records)
         segments, spans = self._fill(room)
         limited = not self._has_data()
         return self._emit(now, path, records, segments, spans, limited=limited)
 
-    def _probe(self, now: int, path: Path) -> OutgoingPacket:
+    def _probe(self, now: int, path: FlowPath) -> OutgoingPacket:
         """A packet that must be acknowledged whatever the window: oldest data in flight, or a
         probe.
         """
@@ -399,14 +399,16 @@ class Flow:
         size = HEADER_BYTES + TAG_BYTES + _size_of(records)
         return OutgoingPacket(path.index, path.take_number(), size, records, ())
 
-    def _reply_path(self) -> Path:
+    def _reply_path(self) -> FlowPath:
         """Return the path on which the last packet arrived, unless it is known to fail."""
         path = self.paths[self._arrived_on]
         if path.state in (PathState.OPEN, PathState.PROBING):
             return path
         return next((p for p in self.paths if p.usable), path)
 
-    def _control_records(self, now: int, on: Path, ranges: int) -> tuple[Ack | Grant | Probe, ...]:
+    def _control_records(
+        self, now: int, on: FlowPath, ranges: int
+    ) -> tuple[Ack | Grant | Probe, ...]:
         """Acknowledgements that are due, repeated on other paths in case this one fails, and
         grants.
         """
@@ -473,7 +475,7 @@ class Flow:
     def _emit(
         self,
         now: int,
-        path: Path,
+        path: FlowPath,
         records: tuple[Ack | Grant | Probe, ...],
         segments: tuple[Segment, ...],
         spans: list[Span],
@@ -502,7 +504,7 @@ def _size_of(records: Iterable[Ack | Grant | Probe]) -> int:
     return size
 
 
-def validate_state(flow: Flow) -> None:
+def validate_state(flow: DatagramFlow) -> None:
     """Raise ``AssertionError`` unless the accounting of a flow is consistent; for tests."""
     for path in flow.paths:
         assert path.in_flight == sum(p.size for p in path.sent.values()) >= 0

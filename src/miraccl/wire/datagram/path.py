@@ -16,7 +16,7 @@ from miraccl.wire.datagram.path_states import PATH_TABLE, PathState
 from miraccl.wire.datagram.ranges import RangeSet
 from miraccl.wire.datagram.rtt import RttEstimator
 
-#: RFC 9002: three later packets; widened up to the bound when reordering was taken for loss.
+#: RFC 9002: three later packets; widened up to the bound when reordering looked like loss.
 PACKET_THRESHOLD, MAX_PACKET_THRESHOLD = 3, 128
 #: Shortest time threshold in ns: below this, batches of one system call look like reordering.
 MIN_LOSS_DELAY_NS = 100_000
@@ -110,7 +110,7 @@ class ReceivedNumbers:
         return Ack(path, ranges, delay, self.marked & 0xFFFFFFFF, self.duplicates & 0xFFFFFFFF)
 
 
-class Path:
+class FlowPath:
     """One path of a flow, both directions.
 
     Args:

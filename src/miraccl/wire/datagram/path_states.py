@@ -12,7 +12,7 @@ import enum
 class PathState(enum.Enum):
     """State of one path.
 
-    OPEN: carries data.  SUSPECT: a probe timeout has passed; its data are also sent elsewhere.
+    OPEN: carries data.  SUSPECT: a probe timeout has passed; its data are also sent on other paths.
     DEAD: several probe timeouts in a row; carries probes only.  PROBING: a probe is in flight.
     """
 
