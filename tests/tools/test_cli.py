@@ -227,6 +227,7 @@ def test_a_full_disk_is_reported_in_one_line() -> None:
             ["all_reduce", "--sizes", "8,1K", "--factor", "4"],
             "--factor is for a range of sizes: add --min-bytes or --max-bytes",
         ),
+        (["all_reduce", "--bound", "3"], "--against and --bound are for the picture"),
         (["barrier", "--plot", "rows.svg"], "--plot draws busbw, which is 0 for a barrier"),
         (
             ["all_reduce", "--ranks", "1", "--plot", "rows.svg"],

@@ -303,6 +303,7 @@ class _Picture:
                 f"{names}; {self._chunk_note()}"
                 + ("; [i+3] means 3 chunks from i" if several else ""),
             )
+        yield "", "a step takes one unit of time after its messages have arrived"
         if self.timeline.arrows:
             yield (
                 "",

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from miraccl.tools import launch
-from miraccl.tools.options import Finite, OutputFile, Size, Sizes
+from miraccl.tools.options import File, Finite, OutputFile, Size, Sizes
 from miraccl.tools.perf import devices
 from miraccl.tools.perf.report import display, finish
 from miraccl.tools.perf.request import DEFAULT_RANKS, DEFAULT_SIZES, PerfRequest, check
@@ -167,7 +167,22 @@ from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
     "plot_target",
     type=OutputFile(),
     metavar="FILE",
-    help="Draw busbw over size, as .svg, .png or .pdf.",
+    help="Draw time and busbw over size, as .svg, .png or .pdf.",
+)
+@click.option(
+    "--against",
+    type=File(),
+    multiple=True,
+    metavar="FILE",
+    help="Draw the rows of an earlier --json as well; may be repeated.",
+)
+@click.option(
+    "--bound",
+    metavar="GB/S|FILE",
+    help=(
+        "Draw this bound on busbw, or that of a topology file.  [default: with --devices that of"
+        " the links of the GPUs]"
+    ),
 )
 @click.option(
     "--timeout",
@@ -195,6 +210,7 @@ def perf(op: str, **options: Any) -> None:
       miraccl perf all_gather -r 3 -b 1K -e 64M -f 4 --dtype bfloat16
       miraccl perf all_reduce -r 2 --algo ring --explain
       miraccl perf all_reduce -r 4 --compare gloo --json result.json --plot busbw.svg
+      miraccl perf all_reduce -r 4 --plot busbw.svg --against old.json --bound 12
       torchrun --nproc-per-node 4 --no-python miraccl perf all_reduce
       miraccl perf all_reduce --devices cuda:0,1 --sizes 256K,4M,16M --graph --compare nccl
     """

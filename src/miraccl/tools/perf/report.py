@@ -156,8 +156,8 @@ def finish(request: PerfRequest) -> None:
         print("\n".join(table.footer(request.rows, request.peer)))
     if o["json_target"]:
         write_json(o["json_target"], [row.to_json() for row in request.rows])
-    if o["plot_target"]:
-        plot.draw(request.rows, o["plot_target"])
+    if o["plot_target"] and request.rows:
+        plot.draw(request.rows, o["plot_target"], runs=request.runs, bound=request.bound)
     if any(row.wrong for row in request.rows):
         sys.exit(1)
     if not request.rows:

@@ -12,6 +12,7 @@ import click
 from miraccl.tools import launch
 from miraccl.tools.options import Sizes
 from miraccl.tools.perf import devices, plot
+from miraccl.tools.perf.bound import Bound, detect_bound, read_bound
 from miraccl.tools.perf.spec import (
     REDUCING,
     ROOTED,
@@ -32,7 +33,8 @@ DEFAULT_FACTOR = 2.0
 class PerfRequest:
     """Checked options; ``rows`` collects results.
 
-    ``gpu_bytes`` is the memory of the smallest selected GPU.
+    ``gpu_bytes`` is the memory of the smallest selected GPU; ``runs`` and ``bound`` are drawn
+    beside the results.
     """
 
     op: str
@@ -44,6 +46,8 @@ class PerfRequest:
     device: str = ""
     gpu_bytes: int = 0
     rows: list[PerfRow] = field(default_factory=list)
+    runs: tuple[plot.EarlierRun, ...] = ()
+    bound: Bound | None = None
 
     @property
     def peer(self) -> str:
@@ -68,6 +72,8 @@ def check(op: str, options: dict[str, Any]) -> PerfRequest:
         raise click.UsageError("barrier moves no data: omit --devices")
     if options["plot_target"]:
         plot.check_target(options["plot_target"])
+    elif options["against"] or options["bound"]:
+        raise click.UsageError("--against and --bound are for the picture: add --plot FILE")
     if options["redop"] and op not in REDUCING:
         raise click.UsageError(f"--redop is for {', '.join(REDUCING)}; {op} does not reduce")
     if op == "barrier" and any(
@@ -137,7 +143,17 @@ def check(op: str, options: dict[str, Any]) -> PerfRequest:
         ordinals=ordinals,
         device=device,
         gpu_bytes=gpu_bytes,
+        runs=tuple(plot.read_run(path, op) for path in options["against"]),
+        bound=_bound(op, nranks, ordinals, options),
     )
+
+
+def _bound(op: str, nranks: int, ordinals: Sequence[int], options: dict[str, Any]) -> Bound | None:
+    if options["bound"]:
+        return read_bound(options["bound"], op, nranks)
+    if options["plot_target"] and len(ordinals) == nranks and options["hosts"] == 1:
+        return detect_bound(ordinals, op)
+    return None
 
 
 def _check_algorithm(op: str, nranks: int, options: dict[str, Any]) -> None:
