@@ -379,3 +379,66 @@ def test_peers_report_a_killed_rank(script: Script) -> None:
     done = run("-n", "2", "--grace", "30", script(text))
     assert done.returncode == 128 + signal.SIGKILL
     assert "PeerDied" in done.stderr
+
+
+def test_output_of_several_ranks_appears_by_lines(script: Script) -> None:
+    path = script(
+        """
+        import time
+        for part in ("abc", "def", "ghi\\n") * 20:
+            sys.stdout.write(part)
+            time.sleep(0.001)
+    """
+    )
+    done = run("-n", "3", path)
+    assert done.stdout == "abcdefghi\n" * 60
+
+
+def test_equal_tracebacks_are_shown_once(script: Script) -> None:
+    path = script("raise ValueError(f'rank {rank}: no data')")
+    done = run("-n", "3", path)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert "first failure, on ranks 0, 1 and 2 alike:" in done.stderr
+
+
+def test_ranks_may_write_to_the_terminal_themselves(script: Script) -> None:
+    ours, theirs = os.openpty()
+    path = script("print(sys.stdout.isatty(), sys.stderr.isatty(), flush=True)")
+    command = [sys.executable, "-m", "miraccl", "run", "-n", "2", "--raw", path]
+    subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, timeout=60, check=True
+    )
+    os.close(theirs)
+    assert os.read(ours, 1000).decode().split() == ["True"] * 4
+    os.close(ours)
+    assert "cannot combine --raw with --tag" in run("--raw", "--tag", "sh").stderr
+
+
+def test_ranks_have_the_variables_of_torchrun(script: Script) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
+    path = script(f"print(*(os.environ[name] for name in {names}), os.environ['MASTER_PORT'])")
+    rows = sorted(line.split() for line in run("-n", "2", path).stdout.splitlines())
+    assert [row[:6] for row in rows] == [
+        ["0", "2", "0", "2", "0", "127.0.0.1"],
+        ["1", "2", "1", "2", "0", "127.0.0.1"],
+    ]
+    assert rows[0][6] == rows[1][6]
+
+
+@pytest.mark.multiprocess
+def test_an_unchanged_pytorch_script_runs(script: Script) -> None:
+    pytest.importorskip("torch")
+    path = script(
+        """
+        import torch
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        x = torch.full((4,), float(dist.get_rank()))
+        dist.all_reduce(x)
+        print(dist.get_rank(), dist.get_world_size(), os.environ["LOCAL_RANK"], x[0].item())
+        dist.destroy_process_group()
+    """
+    )
+    done = run("-n", "2", path)
+    assert sorted(done.stdout.splitlines()) == ["0 2 0 1.0", "1 2 1 1.0"], done.stderr

@@ -6,11 +6,12 @@ The hub of a job (its rendezvous) runs in a forked process of its own.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from miraccl import clock
-from miraccl.errors import InvalidUsage, SystemFailure
+from miraccl.errors import InvalidUsage, SystemFailure, as_system_failure
 from miraccl.tools.spawn import RankContext, Ranks
 
 Environ = Callable[[int], dict[str, str]]
@@ -18,21 +19,29 @@ _START_SECONDS = 30.0
 
 
 @contextmanager
-def local_job(nranks: int, extra: Mapping[str, str] | None = None) -> Iterator[Environ]:
+def local_job(
+    nranks: int, extra: Mapping[str, str] | None = None, *, torchrun: bool = False
+) -> Iterator[Environ]:
     """Run a hub for ranks on this host; yield a function from rank to environment variables.
 
-    Ranks may join repeatedly.
+    Ranks may join repeatedly. With ``torchrun`` the variables of torchrun are among them.
     """
     from miraccl import bootstrap  # noqa: F401 - import before the fork
 
     # In a process of its own: a tool that forks or kills ranks must have a single thread.
     with Ranks(_run_hub, 1, (nranks,)) as hub:
         unique_id = _first_message(hub)
+        port = _free_port() if torchrun else 0
 
         def environ(rank: int) -> dict[str, str]:
             return {
                 **_rank_environ(rank, nranks, rank, nranks),
                 "MIRACCL_UNIQUE_ID": unique_id,
+                **(
+                    _torchrun_environ(rank, nranks, rank, nranks, "127.0.0.1", port)
+                    if torchrun
+                    else {}
+                ),
                 **(extra or {}),
             }
 
@@ -81,12 +90,11 @@ def static_job(
         )
 
     def environ_of(local_rank: int) -> dict[str, str]:
-        numbers = _rank_environ(node_rank * nproc + local_rank, nnodes * nproc, local_rank, nproc)
+        place = (node_rank * nproc + local_rank, nnodes * nproc, local_rank, nproc)
         return {
-            **numbers,
+            **_rank_environ(*place),
             "MIRACCL_UNIQUE_ID": "",
-            "MASTER_ADDR": host.strip("[]"),
-            "MASTER_PORT": port,
+            **_torchrun_environ(*place, host.strip("[]"), int(port)),
         }
 
     yield environ_of
@@ -99,6 +107,31 @@ def _rank_environ(rank: int, nranks: int, local_rank: int, local_nranks: int) ->
         "MIRACCL_LOCAL_RANK": str(local_rank),
         "MIRACCL_LOCAL_NRANKS": str(local_nranks),
     }
+
+
+def _torchrun_environ(
+    rank: int, nranks: int, local_rank: int, local_nranks: int, host: str, port: int
+) -> dict[str, str]:
+    """Return the variables that ``torch.distributed.init_process_group`` and scripts read.
+
+    Source: torch/distributed/run.py, "Environment Variables". Rank 0 listens at ``port``.
+    """
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(nranks),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_nranks),
+        "GROUP_RANK": str(rank // local_nranks),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+    }
+
+
+def _free_port() -> int:
+    """Return a TCP port of the loopback interface at which nothing listens."""
+    with as_system_failure("cannot choose MASTER_PORT"), socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def detect_ranks() -> int | None:

@@ -7,6 +7,7 @@ Guarantees:
   report the failed peer, then SIGTERM, and SIGKILL after the same time again.
 - Signals sent to this process are forwarded to all ranks.
 - Ranks never outlive this process.
+- Output of several ranks appears by whole lines (``rank_output``).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import IO, Any
 
 import click
@@ -32,6 +33,7 @@ from miraccl.errors import InvalidUsage, SystemFailure, as_system_failure
 from miraccl.tools import launch
 from miraccl.tools.options import Finite
 from miraccl.tools.processes import MAX_WAIT_SECONDS, die_with_parent, restore_sigchld, signal_name
+from miraccl.tools.rank_output import RankOutput
 
 _FORWARDED = (
     signal.SIGINT,
@@ -62,6 +64,11 @@ _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 @click.option("-m", "as_module", is_flag=True, help="PROGRAM is a Python module, as in python -m.")
 @click.option("--tag", is_flag=True, help="Prefix every line of output with its rank.")
 @click.option(
+    "--raw",
+    is_flag=True,
+    help="Let the ranks write to the terminal themselves.  [default: only with one rank]",
+)
+@click.option(
     "--nnodes",
     type=click.IntRange(1),
     default=1,
@@ -89,9 +96,13 @@ def run(program: str, args: tuple[str, ...], **options: Any) -> None:
     """Start PROGRAM as several ranks, in which miraccl.init() makes a communicator of all of them.
 
     PROGRAM is a Python file, a module with -m, or any other program. Ranks receive their numbers in
-    MIRACCL_RANK, MIRACCL_NRANKS and MIRACCL_LOCAL_RANK. If one fails, all are stopped, and the exit
-    status is that of the first that failed (128 + N for signal N). Standard input goes to rank 0,
-    unless it is a terminal.
+    MIRACCL_RANK, MIRACCL_NRANKS and MIRACCL_LOCAL_RANK, and in the variables of torchrun (RANK,
+    WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), so a PyTorch script runs unchanged, with any
+    backend. If one fails, all are stopped, and the exit status is that of the first that failed
+    (128 + N for signal N). Standard input goes to rank 0, unless it is a terminal.
+
+    The output of several ranks appears by whole lines; equal tracebacks appear once, with their
+    ranks, the first failure before the others.
 
     On several hosts, run the same command on each with its own --node-rank, all with the same
     MIRACCL_SECRET in the environment and the same --nproc.
@@ -105,12 +116,15 @@ def run(program: str, args: tuple[str, ...], **options: Any) -> None:
     """
     command = build_command(program, args, as_module=options["as_module"])
     nproc = options["nproc"]
+    if options["raw"] and options["tag"]:
+        raise InvalidUsage("cannot combine --raw with --tag: it leaves the output to the ranks")
     with open_job(nproc, options["nnodes"], options["node_rank"], options["master"]) as environ:
         job = LocalJob(
             command,
             nproc,
             environ,
             tag=options["tag"],
+            raw=options["raw"],
             grace=options["grace"],
             first=options["node_rank"] * nproc,
         )
@@ -150,7 +164,7 @@ def open_job(
             f" {f'0 to {nnodes - 1}' if nnodes > 1 else 0}"
         )
     if nnodes == 1 and not master:
-        return launch.local_job(nproc)
+        return launch.local_job(nproc, torchrun=True)
     if not master:
         raise InvalidUsage("cannot start a job with --nnodes above 1 without --master HOST:PORT")
     return launch.static_job(nproc, nnodes, node_rank, master, os.environ)
@@ -161,7 +175,6 @@ class _Process:
     rank: int
     process: subprocess.Popen[bytes]
     pidfd: int = -1
-    pending: dict[int, bytearray] = field(default_factory=dict)
 
 
 class LocalJob:
@@ -175,12 +188,14 @@ class LocalJob:
         *,
         tag: bool,
         grace: float,
+        raw: bool = False,
         first: int = 0,
     ) -> None:
         self._command = command
         self._nproc = nproc
         self._environ = environ
-        self._tag = tag
+        self._reads_output = tag or (nproc > 1 and not raw)
+        self._output = RankOutput(_write_all, tag=tag)
         self._grace = grace
         self._first = first
         with as_system_failure("cannot monitor ranks"):
@@ -205,12 +220,13 @@ class LocalJob:
                     self._process_events()
             finally:
                 self._kill_all()
+                self._output.finish()
         return self._status
 
     # ------------------------------------------------------------------ starting
 
     def _start(self, local_rank: int) -> None:
-        streams: Any = subprocess.PIPE if self._tag else None
+        streams: Any = subprocess.PIPE if self._reads_output else None
         stdin = (
             None
             if local_rank == 0 and self._first == 0 and not sys.stdin.isatty()
@@ -219,7 +235,7 @@ class LocalJob:
         try:
             process = subprocess.Popen(
                 self._command,
-                env={**os.environ, **self._environ(local_rank)},
+                env={**self._python_environ(), **os.environ, **self._environ(local_rank)},
                 stdin=stdin,
                 stdout=streams,
                 stderr=streams,
@@ -236,6 +252,10 @@ class LocalJob:
         with as_system_failure(f"cannot monitor rank {entry.rank}"):
             self._watch(entry, local_rank)
 
+    def _python_environ(self) -> dict[str, str]:
+        # Python would buffer what it prints to a pipe.
+        return {"PYTHONUNBUFFERED": "1"} if self._reads_output else {}
+
     def _watch(self, entry: _Process, local_rank: int) -> None:
         process = entry.process
         entry.pidfd = os.pidfd_open(process.pid)
@@ -243,7 +263,6 @@ class LocalJob:
         for number, pipe in enumerate((process.stdout, process.stderr), start=1):
             if pipe is not None:
                 os.set_blocking(pipe.fileno(), False)
-                entry.pending[number] = bytearray()
                 self._selector.register(pipe, selectors.EVENT_READ, ("output", local_rank, number))
 
     @contextlib.contextmanager
@@ -270,15 +289,11 @@ class LocalJob:
     # ------------------------------------------------------------------ watching
 
     def _process_events(self, *, wait: bool = True) -> None:
-        timeout = (
-            0.0
-            if not wait
-            else (
-                None
-                if self._limit is None
-                else min(max(0.0, self._limit - clock.monotonic()), MAX_WAIT_SECONDS)
-            )
-        )
+        due = [limit for limit in (self._limit, self._output.due()) if limit is not None]
+        timeout = None
+        if due or not wait:
+            left = min(due) - clock.monotonic() if wait else 0.0
+            timeout = min(max(0.0, left), MAX_WAIT_SECONDS)
         for key, _ in self._selector.select(timeout):
             kind, local_rank, detail = key.data
             if kind == "signal":
@@ -292,7 +307,9 @@ class LocalJob:
                 self._handle_exit(local_rank)
         while self._signals:
             self._forward(self._signals.pop(0))
-        if self._limit is not None and clock.monotonic() >= self._limit:
+        now = clock.monotonic()
+        self._output.poll(now)
+        if self._limit is not None and now >= self._limit:
             self._escalate()
 
     def _handle_exit(self, local_rank: int) -> None:
@@ -303,6 +320,9 @@ class LocalJob:
         status = entry.process.wait()
         self._running.discard(local_rank)
         self._drain(local_rank)
+        self._output.close(entry.rank, clock.monotonic())
+        if status and self._stage < 2:
+            self._output.fail(entry.rank)
         if status and not self._status and self._stage == 0:
             self._status = status if status > 0 else 128 - status
             what = (
@@ -348,22 +368,15 @@ class LocalJob:
     # ------------------------------------------------------------------ output
 
     def _read(self, local_rank: int, number: int, pipe: Any) -> bool:
-        """Print complete lines; return True if there may be more."""
+        """Read output of a rank; return True if there may be more."""
         try:
             data = os.read(pipe.fileno(), 1 << 16)
         except BlockingIOError:
             return False
-        if not data:
+        if data:
+            self._output.feed(self._processes[local_rank].rank, number, data, clock.monotonic())
+        else:
             self._selector.unregister(pipe)
-        entry = self._processes[local_rank]
-        buffer = entry.pending[number]
-        buffer += data
-        *lines, rest = bytes(buffer).split(b"\n")
-        entry.pending[number] = bytearray(rest)
-        if not data and rest:
-            lines.append(rest)
-            entry.pending[number].clear()
-        self._print(entry.rank, number, lines)
         return bool(data)
 
     def _drain(self, local_rank: int) -> None:
@@ -376,12 +389,13 @@ class LocalJob:
             ):
                 pass
 
-    def _print(self, rank: int, number: int, lines: list[bytes]) -> None:
-        target: IO[bytes] = sys.stdout.buffer if number == 1 else sys.stderr.buffer
-        prefix = f"[{rank}] ".encode()
-        rest = memoryview(b"".join(prefix + line + b"\n" for line in lines))
-        while rest:
-            try:
-                rest = rest[os.write(target.fileno(), rest) :]
-            except BlockingIOError:  # a process that shares the output has made it non-blocking
-                select.select([], [target.fileno()], [])
+
+def _write_all(number: int, data: bytes) -> None:
+    """Write to standard output (1) or standard error (2)."""
+    target: IO[bytes] = sys.stdout.buffer if number == 1 else sys.stderr.buffer
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[os.write(target.fileno(), rest) :]
+        except BlockingIOError:  # a process that shares the output has made it non-blocking
+            select.select([], [target.fileno()], [])
