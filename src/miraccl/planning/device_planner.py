@@ -84,14 +84,14 @@ class DevicePlanner:
         A hint that other rules forbid is ignored.
         """
         ordered = self.deterministic and collective.reduces
-        asked = self.algo or self._constraints.algorithms.get(collective, "")
-        if asked and catalog.get(asked).supports(collective, self.nranks):
-            if not ordered or catalog.get(asked).rank_ordered:
-                return asked, "asked for" if self.algo else "asked for (NCCL_ALGO)"
+        algorithm = self.algo or self._constraints.algorithms.get(collective, "")
+        if algorithm and catalog.get(algorithm).supports(collective, self.nranks):
+            if not ordered or catalog.get(algorithm).rank_ordered:
+                return algorithm, "asked for" if self.algo else "asked for (NCCL_ALGO)"
             if self.algo:
                 text = (
-                    f"{collective.label}: cannot use {asked}: deterministic reductions must add in "
-                    "rank order"
+                    f"{collective.label}: cannot use {algorithm}: "
+                    "deterministic reductions must add in rank order"
                 )
                 raise InvalidUsage(text, rank=self.rank)
         return "", ""

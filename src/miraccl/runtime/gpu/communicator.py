@@ -184,16 +184,16 @@ class DeviceCommunicator(CollectiveCalls, MessageCalls, FastPathGroupable):
         self.closed = self._foreign = False
         forks.register(self)
         if _log.isEnabledFor(logging.INFO):
-            ways = {
-                a + b - self.rank: way
-                for (a, b), way, _ in self.connections()
+            kinds = {
+                a + b - self.rank: kind
+                for (a, b), kind, _ in self.connections()
                 if self.rank in (a, b)
             }
             _log.info(
                 "%s: %s",
                 session.name,
                 summary.describe_gpu(
-                    self.rank, ordinal, ways, self.ring.order, self.ring.reason, self.ctas.max_sms
+                    self.rank, ordinal, kinds, self.ring.order, self.ring.reason, self.ctas.max_sms
                 ),
             )
 
@@ -213,7 +213,7 @@ class DeviceCommunicator(CollectiveCalls, MessageCalls, FastPathGroupable):
     def _open_fast_path(self) -> CudaFastPath:
         address = groups.address()
         groups.install_fast_path(*group_builtins(address))
-        doors = CudaFastPath(
+        fast_path = CudaFastPath(
             self.rank,
             self.nranks,
             self.gpu.ordinal,
@@ -224,10 +224,10 @@ class DeviceCommunicator(CollectiveCalls, MessageCalls, FastPathGroupable):
             hand_over=self._hand_over,
             retain=self._keep_alive.retain,
         )
-        doors.set_driver_functions(
+        fast_path.set_driver_functions(
             *driver_addresses(self.gpu, "cuPointerGetAttribute", "cuStreamIsCapturing")
         )
-        return doors
+        return fast_path
 
     def install_before(
         self, fallback: Callable[[str], FastCall | None], cpu_plan: int
@@ -416,25 +416,26 @@ class DeviceCommunicator(CollectiveCalls, MessageCalls, FastPathGroupable):
         return unreported
 
     def _exchange_findings(
-        self, unreported: MiracclError | None, told: bool
+        self, unreported: MiracclError | None, already_reported: bool
     ) -> MiracclError | None:
         """Return the fault found at the end by this rank or another one.
 
         The sender of an unmatched message learns of it here.
         """
-        words: list[Any] = []
+        records: list[Any] = []
         with contextlib.suppress(MiracclError):
-            mine = json.dumps(encode_error(unreported) if unreported is not None else None).encode()
-            words = [
+            own = json.dumps(encode_error(unreported) if unreported is not None else None).encode()
+            records = [
                 json.loads(blob)
-                for blob in self.session.all_gather(mine, "gpu closed", CLOSE_WAIT_S)
+                for blob in self.session.all_gather(own, "gpu closed", CLOSE_WAIT_S)
             ]
-        if unreported is not None or told or self.faults.reported:
+        if unreported is not None or already_reported or self.faults.reported:
             return unreported
-        heard = (
-            decode_error(said, rank=self.faults.rank, source=self.faults.rank) for said in words
+        errors = (
+            decode_error(record, rank=self.faults.rank, source=self.faults.rank)
+            for record in records
         )
-        return next((error for error in heard if error is not None), None)
+        return next((error for error in errors if error is not None), None)
 
     def forked(self) -> None:
         """Close in a forked child, where CUDA does not work and pinned memory may be missing."""

@@ -251,7 +251,7 @@ class DeviceFaults(CommunicatorFaults):
         """Start the thread that ends stream waits for peers' flags at a deadline or abort.
 
         ``pending_copies()`` gives number and signature of the launch whose copies wait. No kernel
-        polls the abort word or the deadline meanwhile, so the thread does.
+        polls the abort word or the deadline then, so the thread does.
         """
         self._engines = engines
         if self.broken:

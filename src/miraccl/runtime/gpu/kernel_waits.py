@@ -90,7 +90,7 @@ def _last_recorded_launch(gpu: Gpu, base: int, rank: int) -> int:
 class PendingMessageWait:
     """Wait of a message launch until the peer's ``counter`` of ``MessageCounts`` reaches ``count``.
 
-    ``holds``: bit mask of the ranks that the launch suspends meanwhile (source/p2p.cuh).
+    ``holds``: bit mask of the ranks that the launch suspends (source/p2p.cuh).
     """
 
     peer: int
@@ -157,7 +157,7 @@ class MessageCounts:
 
 def read_message_counts(gpu: Gpu, regions: MemoryRegions) -> MessageCounts:
     """Read this rank's message counts."""
-    lanes = layout.message_warp_queues(len(regions.inboxes))
+    nqueues = layout.message_warp_queues(len(regions.inboxes))
     sent, received, large = [], [], []
     for peer, outbox in enumerate(regions.outboxes):
         is_self = peer == regions.rank
@@ -165,14 +165,14 @@ def read_message_counts(gpu: Gpu, regions: MemoryRegions) -> MessageCounts:
             0
             if is_self
             else read_word(
-                gpu, regions.own + layout.ROWS_SENT_OFFSET + peer * lanes * layout.WORD_STRIDE
+                gpu, regions.own + layout.ROWS_SENT_OFFSET + peer * nqueues * layout.WORD_STRIDE
             )
         )
         received.append(
             0
             if is_self
             else read_word(
-                gpu, outbox + layout.CREDIT_OFFSET + regions.rank * lanes * layout.WORD_STRIDE
+                gpu, outbox + layout.CREDIT_OFFSET + regions.rank * nqueues * layout.WORD_STRIDE
             )
         )
         counted = (

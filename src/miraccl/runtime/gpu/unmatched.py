@@ -42,20 +42,20 @@ def find_unmatched(
 
     All GPUs have finished their work, and no wait has failed.
     """
-    lanes = layout.message_warp_queues(len(regions.inboxes))
+    nqueues = layout.message_warp_queues(len(regions.inboxes))
     for peer, inbox in enumerate(regions.inboxes):
         if peer == regions.rank:
             continue
         (row,) = _COUNT.unpack(
             gpu.read(
-                regions.own + layout.ROWS_RECEIVED_OFFSET + peer * lanes * layout.WORD_STRIDE,
+                regions.own + layout.ROWS_RECEIVED_OFFSET + peer * nqueues * layout.WORD_STRIDE,
                 _COUNT.size,
             )
         )
         ring = (
             inbox
             + layout.ROW_FIFOS_OFFSET
-            + (peer - (peer > regions.rank)) * lanes * layout.FIFO_ROWS * layout.ROW_BYTES
+            + (peer - (peer > regions.rank)) * nqueues * layout.FIFO_ROWS * layout.ROW_BYTES
         )
         both = (
             gpu.read(ring + (row + i) % layout.FIFO_ROWS * layout.ROW_BYTES, layout.ROW_BYTES)

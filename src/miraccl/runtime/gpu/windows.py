@@ -109,13 +109,13 @@ class DeviceWindows:
                 f"empty: cannot allocate {nbytes} bytes for {dims} {kind.label}: "
                 f"the maximum is {MAX_BYTES}"
             )
-        asked = f"{dims} {kind.label}"
+        requested = f"{dims} {kind.label}"
         for rank, theirs in enumerate(
-            plane.run_control_op(stages.activity, "gpu empty", asked.encode(), stages.deadline)
+            plane.run_control_op(stages.activity, "gpu empty", requested.encode(), stages.deadline)
         ):
-            if theirs.decode() != asked:
+            if theirs.decode() != requested:
                 raise InvalidUsage(
-                    f"empty: rank {rank} requests {theirs.decode()}, this rank {asked}",
+                    f"empty: rank {rank} requests {theirs.decode()}, this rank {requested}",
                     peer=rank,
                 )
         window = self._memory.window(nbytes, stages)

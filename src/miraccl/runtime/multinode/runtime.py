@@ -93,7 +93,7 @@ class MultiNodeRuntime:
     def _connect(self, stages: SetupPhases, open_cpu: OpenCpu) -> None:
         layout, session = self.layout, stages.session
         self.world = self._open(range(layout.nranks), "gpu world", stages, open_cpu)
-        #: with uniform nodes: communicators of the ranks of equal local rank, one per staging thread
+        #: with uniform nodes: communicators of the ranks of equal local rank, one per thread
         self.inter_node: tuple[CpuCommunicator, ...] = ()
         if layout.uniform:
             skip_first = layout.local_size == 1

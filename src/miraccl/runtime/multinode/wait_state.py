@@ -201,7 +201,7 @@ class MultiNodeWaitState(DeviceWaitState):
         streams = operation.streams
         waits: list[Wait] = []
         before = streams.begun()
-        for peer, way, part in operation.active_messages():
+        for peer, direction, part in operation.active_messages():
             sent, taken = before[peer]
             sig, count = (
                 int(part[offsets.SEGMENT_SIGNATURE // 8]),
@@ -213,7 +213,7 @@ class MultiNodeWaitState(DeviceWaitState):
             }
             waits.append(
                 WaitForMessage(number=taken - 1, **found)
-                if way == offsets.IN
+                if direction == offsets.IN
                 else WaitForCredit(number=sent, **found)
             )
         return waits if streams.begun() == before else []
@@ -239,7 +239,7 @@ class MultiNodeWaitState(DeviceWaitState):
         if self._runtime.messages is not None:
             current = self._runtime.staging.current_job()
             operation = current[0].prepared(current[1]) if current is not None else None
-            # Read before the counts, which then include messages that begin meanwhile.
+            # Read before the counts, which then include messages that begin in between.
             sends, receives = (
                 operation.peers_to_begin() if isinstance(operation, MessageOperation) else ([], [])
             )
