@@ -1,8 +1,8 @@
 """Registered memory that peers put to and get from: contract, descriptors, and local checks.
 
 A rank registers a region and publishes its descriptor; a peer attaches the descriptor and gets a
-``RemoteRegion`` with ``put``, ``get`` and ``flush``. A descriptor carries the key, range, rights and
-generation of the region, as a memory region of verbs carries its rkey. ``revoke`` starts a new
+``RemoteRegion`` with ``put``, ``get`` and ``flush``. A descriptor carries the key, range, rights
+and generation of the region, as a memory region of verbs carries its rkey. ``revoke`` starts a new
 generation: operations with an older descriptor fail from then on.
 
 Windows are regions. ``memory.MemoryRegions`` (one process) and ``shm.ShmRegions`` (one host) are
