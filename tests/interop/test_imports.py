@@ -13,7 +13,6 @@ from codecheck.imports import LAYERS, LEAVES, ImportGraph, layer_of
 ROOT = Path(__file__).resolve().parents[2]
 
 KNOWN_UPWARD = {
-    "miraccl.diagnosis.detector -> miraccl.runtime.control",
     "miraccl.executor.cuda.message_launch -> miraccl.fastpath.cuda.table",
     "miraccl.ops.calls -> miraccl.planning.planner",
     "miraccl.proxy.kernels.progress_engine -> miraccl.executor.cpu.kernels.layout",

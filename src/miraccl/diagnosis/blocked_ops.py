@@ -1,13 +1,12 @@
-"""Registry of the blocked operations of this process, over all its communicators and GPU streams.
+"""Registry of the blocked operations of this process, over all its communicators.
 
 A host program with a single thread is blocked in at most one place. If that is a wait of this
 library, it ends only when certain other processes arrive: at the same operation, at the same
 control-plane operation, with a message. ``local_report`` says which wait it is and how far this
 process has come in each of its communicators.
 
-Work on a GPU runs beside the host program, one operation after another. Such a stream
-(``StreamStateProvider``) blocks as a host program does, possibly on several peers at once. An idle
-stream waits for its host; the host may wait for its streams.
+Other things of a process may block beside its host program: GPU streams (``stream_states``). They
+are further nodes of the wait-for graph, known by their providers.
 
 Whether the host program has a single thread is decided from stack samples. Threads that run no
 application code do not count, except timers, event loops (asyncio, for example), threads that are
@@ -33,7 +32,7 @@ from miraccl.bootstrap.stacks import (
     may_call_user_code,
     runs_user_code,
 )
-from miraccl.diagnosis.waits import BlockedState, RankProgress, WaitForHost
+from miraccl.diagnosis.waits import BlockedState, RankProgress
 from miraccl.diagnosis.waits import Wait as Wait
 
 #: Length of the record of communicator creations that this process has started.
@@ -56,27 +55,28 @@ class WaitStateProvider(Protocol):
     def progress(self) -> RankProgress: ...
 
 
-class StreamStateProvider(Protocol):
-    """Wait state of the GPU work of one rank in one communicator."""
-
-    @property
-    def name(self) -> str:
-        """Name made by ``waits.stream_name``."""
-
-    @property
-    def session(self) -> Session | None:
-        """As ``WaitStateProvider.session``; it contains every rank the stream can wait for."""
+class StateProvider(Protocol):
+    """Further nodes of the wait-for graph beside the host program (``stream_states``)."""
 
     @property
     def needs_probe(self) -> bool:
-        """True if ``report`` returns the result of the last ``probe``."""
+        """True if ``report`` contains states that are as old as the last ``probe``."""
 
     def probe(self) -> None:
-        """Read the state of the GPU. May block in the driver: the detector's thread calls it."""
+        """Read the states. May block: the detector's thread calls it."""
+
+    def local_waits(self) -> list[LocalWait]:
+        """Return the waits of the nodes that are not idle."""
 
     def report(self, program: Wait | None) -> Mapping[str, BlockedState]:
-        """Return states by name. ``program`` is the wait of the host, which was read before."""
+        """Return states by name; ``program``: wait of the host, which was read before."""
 
+    def clear(self) -> None:
+        """Drop everything in a forked child."""
+
+
+LocalWait = tuple[str, Wait, Session | None]
+"""(name, wait, session over which to query the peers); None for the host program's own wait."""
 
 Registered = TypeVar("Registered")
 
@@ -127,7 +127,7 @@ class BlockedScope:
 
 #: Providers of open communicators. Of a closed one no wait is reported.
 providers: WeakRegistry[WaitStateProvider] = WeakRegistry()
-stream_providers: WeakRegistry[StreamStateProvider] = WeakRegistry()
+extra_states: set[StateProvider] = set()
 _blocked: dict[int, Callable[[], Wait | None]] = {}  # by thread
 _inits: deque[str] = deque(maxlen=MAX_REMEMBERED_INITS)
 
@@ -137,11 +137,6 @@ def active_waits() -> list[Callable[[], Wait | None]]:
     return list(_blocked.values())
 
 
-def wait_for_host(program: Wait, token: str) -> Wait:
-    """Return the wait of an idle stream whose host is blocked in ``program``."""
-    return WaitForHost(key=program.ident, awaited=(token,), op="no operation")
-
-
 def register_init(name: str) -> None:
     """Record that this process has started to create the communicator ``name``."""
     _inits.append(name)
@@ -149,8 +144,11 @@ def register_init(name: str) -> None:
 
 def clear() -> None:
     """Drop the parent's records in a forked child."""
-    for register in (providers, stream_providers, _blocked, _inits):
-        register.clear()
+    providers.clear()
+    _blocked.clear()
+    _inits.clear()
+    for provider in extra_states:
+        provider.clear()
 
 
 def only_application_thread() -> int | None:
@@ -190,32 +188,26 @@ def current_wait() -> Wait | None:
     return waits[0] if len(waits) == 1 else None
 
 
-def local_waits(*, probe: bool) -> list[tuple[str, Wait, StreamStateProvider | None]]:
-    """Return (name, wait, stream) for the waits of the host program and of its busy streams.
+def local_waits(*, probe: bool) -> list[LocalWait]:
+    """Return the waits of the host program and of further nodes that are not idle.
 
-    The stream of the host's own wait is None. ``probe``: read the GPUs first, which may block.
+    ``probe``: read the states of these nodes first, which may block.
     """
-    for stream in stream_providers if probe else ():
-        if stream.needs_probe:
-            stream.probe()
+    for provider in extra_states if probe else ():
+        provider.probe()
     program = current_wait()
-    found: list[tuple[str, Wait, StreamStateProvider | None]] = (
-        [] if program is None else [(process_token().hex(), program, None)]
-    )
-    for stream in stream_providers:
-        waits = stream.report(None).get(stream.name, BlockedState()).waits
-        found += [
-            (stream.name, wait, stream) for wait in waits if not isinstance(wait, WaitForHost)
-        ]
+    found: list[LocalWait] = [] if program is None else [(process_token().hex(), program, None)]
+    for provider in extra_states:
+        found += provider.local_waits()
     return found
 
 
 def local_report() -> dict[str, Any]:
-    """Return the states of this process's host program and streams for other processes."""
+    """Return the states of this process's nodes of the wait-for graph for other processes."""
     wait, states = current_wait(), dict[str, BlockedState]()
-    for stream in stream_providers:
-        states |= stream.report(wait)
-    # Read again after the streams: the host may have continued and be blocked in a later wait.
+    for provider in extra_states:
+        states |= provider.report(wait)
+    # Read again after the other nodes: the host may have continued and be blocked in a later wait.
     # Read before the counters: they only grow, so a wait that ended in between shows there.
     wait = current_wait()
     states[process_token().hex()] = BlockedState(
@@ -250,4 +242,4 @@ def decode_states(reports: Mapping[str, dict[str, Any]]) -> dict[str, BlockedSta
 
 def needs_probe() -> bool:
     """Return True if ``local_report`` contains states that are as old as the last probe."""
-    return any(stream.needs_probe for stream in stream_providers)
+    return any(provider.needs_probe for provider in extra_states)

@@ -25,14 +25,18 @@ from miraccl import clock, trace
 from miraccl.bootstrap import Session
 from miraccl.bootstrap.host import process_token
 from miraccl.diagnosis import blocked_ops, cycles
-from miraccl.diagnosis.blocked_ops import StreamStateProvider
+from miraccl.diagnosis.blocked_ops import LocalWait
 from miraccl.diagnosis.cycles import Cycle
 from miraccl.diagnosis.mismatch import compare_ops, describe_differences
 from miraccl.diagnosis.status_report import describe_cycle, describe_location, join_parts
 from miraccl.diagnosis.waits import BlockedState, Wait, WaitForInit
 from miraccl.errors import CollectiveMismatch, MiracclError
-from miraccl.runtime.control import COUNTED_RANKS, REPORT_US
 
+#: Largest communicator whose ranks query each other, and report message counts per peer, which
+#: show ranks of other hosts that no message is in flight.
+COUNTED_RANKS = 64
+#: Time (microseconds) that a query of one rank by another takes at the hub.
+REPORT_US = 20
 #: ``kind`` of the notice that reports a cycle.
 NOTICE_KIND = "deadlock"
 FIRST_PROBE_S = 0.1  # from the wake-up to the first query about a wait
@@ -90,11 +94,6 @@ class DeadlockDetector:
             os.close(self._eventfd)
             self._eventfd = -1
 
-    def monitor(self, stream: StreamStateProvider) -> None:
-        """Include a GPU stream in the wait-for graph, until it is removed from the registry."""
-        blocked_ops.stream_providers.add(stream)
-        self.wake()
-
     def _run(self, eventfd: int) -> None:
         inside: list[Callable[[], Wait | None]] = []
         poll = select.poll()
@@ -118,8 +117,8 @@ class DeadlockDetector:
         poll.register(eventfd, select.POLLIN)
         while waits := blocked_ops.local_waits(probe=True):
             sessions = {
-                name: _widest_session(wait) if stream is None else stream.session
-                for name, wait, stream in waits
+                name: _widest_session(wait) if "/" not in name else session
+                for name, wait, session in waits
             }
             schedules = {
                 name: _ProbeSchedule.for_waits(name, waits, sessions[name], schedules.get(name))
@@ -202,7 +201,7 @@ class _ProbeSchedule:
     def for_waits(
         cls,
         name: str,
-        waits: list[tuple[str, Wait, StreamStateProvider | None]],
+        waits: list[LocalWait],
         session: Session | None,
         before: _ProbeSchedule | None,
     ) -> _ProbeSchedule:
@@ -240,18 +239,14 @@ class PendingCreation:
         others = tuple(token for token in awaited if token != process_token().hex())
         wait = WaitForInit(key=key, awaited=others, op=op, fail=self._fail, rank=rank)
         self._scope = blocked_ops.BlockedScope(lambda: wait)
-        self._timer = clock.timer(FIRST_PROBE_S, deadlock_detector.wake)
-        self._timer.daemon, self._timer.name = True, "miraccl creation"
         blocked_ops.register_init(key)
 
     def __enter__(self) -> PendingCreation:
         self._scope.__enter__()
-        with contextlib.suppress(RuntimeError):  # the host has no thread left
-            self._timer.start()
+        deadlock_detector.wake()
         return self
 
     def __exit__(self, *args: object) -> None:
-        self._timer.cancel()
         self._scope.__exit__()
 
     def _fail(self, text: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from miraccl import clock
 from miraccl.bootstrap import Session
 from miraccl.deadline import Deadline
+from miraccl.diagnosis.detector import COUNTED_RANKS, REPORT_US
 from miraccl.errors import MiracclError
 from miraccl.runtime.fabric import Fabric
 from miraccl.runtime.setup_phases import SetupPhases
@@ -26,10 +27,7 @@ FINALIZE = "finalize"
 GPU_SETUP = "the first operation on GPU memory"  # it creates the GPU side, collectively
 #: Delay until a blocked rank reports itself: at least REPORT_AFTER_S, and REPORT_US per pair of
 #: ranks, since all may report to all others, which costs the hub some 20 us each.
-REPORT_AFTER_S, REPORT_US = 0.1, 20
-#: Largest communicator whose reports carry message counts per peer, which show ranks of other
-#: hosts that no message is in flight.
-COUNTED_RANKS = 64
+REPORT_AFTER_S = 0.1
 
 
 class ControlPlane(Protocol):

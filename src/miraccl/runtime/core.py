@@ -19,7 +19,7 @@ from miraccl import clock, params, trace
 from miraccl.bootstrap import Session
 from miraccl.deadline import Deadline
 from miraccl.diagnosis import blocked_ops
-from miraccl.diagnosis.detector import deadlock_detector
+from miraccl.diagnosis.detector import COUNTED_RANKS, deadlock_detector
 from miraccl.diagnosis.error_codec import abort_error
 from miraccl.errors import CollectiveTimeout, CommunicatorClosed, InvalidUsage, MiracclError
 from miraccl.executor.cpu.kernels import layout
@@ -30,7 +30,6 @@ from miraccl.planning.cost_model import CommunicatorShape, CpuConstants, default
 from miraccl.planning.planner import Overrides, Planner, PlanRequest
 from miraccl.planning.tuning import prepare
 from miraccl.runtime import forks, summary
-from miraccl.runtime.control import COUNTED_RANKS
 from miraccl.runtime.exchange import Transfer, TransferEntry, TransferTable
 from miraccl.runtime.fabric import AgreedConfig, Fabric
 from miraccl.runtime.faults import CpuFaults

@@ -100,7 +100,7 @@ class CpuFaults(CommunicatorFaults):
             detector.deadlock_detector.wake()
         counted = (
             {"sent": self.fabric.context.messages_sent()}
-            if self.nranks <= control.COUNTED_RANKS
+            if self.nranks <= detector.COUNTED_RANKS
             else {}
         )
         return {

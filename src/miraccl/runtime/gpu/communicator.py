@@ -23,6 +23,7 @@ from miraccl import trace
 from miraccl.bootstrap import Session
 from miraccl.diagnosis.detector import deadlock_detector
 from miraccl.diagnosis.error_codec import decode_error, encode_error
+from miraccl.diagnosis.stream_states import stream_states
 from miraccl.diagnosis.waits import stream_name
 from miraccl.errors import (
     BootstrapError,
@@ -180,7 +181,8 @@ class DeviceCommunicator(CollectiveCalls, MessageCalls, FastPathGroupable):
             self.wait_state = KernelWaitState(
                 session, self.probe, self.faults.fail_deadlocked, self._is_drained
             )
-            deadlock_detector.monitor(self.wait_state)
+            stream_states.add(self.wait_state)
+            deadlock_detector.wake()  # kernels cannot do that
         self.closed = self._foreign = False
         forks.register(self)
         if _log.isEnabledFor(logging.INFO):

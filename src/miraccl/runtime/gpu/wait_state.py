@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 
 from miraccl.bootstrap import Session
 from miraccl.diagnosis import blocked_ops
+from miraccl.diagnosis.stream_states import stream_states, wait_for_host
 from miraccl.diagnosis.waits import (
     BlockedState,
     Wait,
@@ -24,7 +25,7 @@ from miraccl.runtime.gpu.probe import DeviceProbe
 
 
 class DeviceWaitState(abc.ABC):
-    """Wait-state provider of one rank's stream (``blocked_ops.StreamProvider``), until closed."""
+    """Wait-state provider of one rank's stream (``StreamStateProvider``), until closed."""
 
     def __init__(self, session: Session, name: str, needs_probe: bool) -> None:
         self._session, self.name, self.needs_probe = session, name, needs_probe
@@ -59,7 +60,7 @@ class DeviceWaitState(abc.ABC):
 
     def close(self) -> None:
         """Stop reporting; the probed memory may be freed afterwards."""
-        blocked_ops.stream_providers.remove(self)
+        stream_states.remove(self)
         with self._lock:
             self._closed, self._last_probe = True, {}
 
@@ -85,5 +86,5 @@ class KernelWaitState(DeviceWaitState):
     def _read_states(self, program: Wait | None) -> Mapping[str, BlockedState]:
         waits = self.kernels.waits()
         if not waits and program is not None and self._is_done():
-            waits = [blocked_ops.wait_for_host(program, self._session.tokens[self._session.rank])]
+            waits = [wait_for_host(program, self._session.tokens[self._session.rank])]
         return {self.name: BlockedState(waits, self.kernels.progress())}

@@ -20,7 +20,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from miraccl.bootstrap import Session
-from miraccl.diagnosis import blocked_ops
+from miraccl.diagnosis.detector import COUNTED_RANKS
+from miraccl.diagnosis.stream_states import stream_states
 from miraccl.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -31,7 +32,7 @@ from miraccl.errors import (
 )
 from miraccl.ops.arguments import resolve_operator
 from miraccl.planning.device_candidates import DeviceCandidate
-from miraccl.runtime.control import COUNTED_RANKS, GPU_SETUP, ControlPlane, NullControlPlane
+from miraccl.runtime.control import GPU_SETUP, ControlPlane, NullControlPlane
 from miraccl.runtime.gpu.collectives import SUM, DeviceCollectives
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.gpu.grouped import Groupable
@@ -203,7 +204,7 @@ class MultiNodeCommunicator(DeviceCollectives, MultiNodeMessageCalls, Groupable)
         wait_state = MultiNodeWaitState(
             self.runtime, self.layout, kernels, self.faults.fail_deadlocked, self._is_drained
         )
-        blocked_ops.stream_providers.add(wait_state)
+        stream_states.add(wait_state)
         return wait_state
 
     @property

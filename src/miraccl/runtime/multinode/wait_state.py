@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from miraccl.bootstrap import Session
-from miraccl.diagnosis import blocked_ops
 from miraccl.diagnosis.mismatch import describe_message, describe_operation
+from miraccl.diagnosis.stream_states import wait_for_host
 from miraccl.diagnosis.waits import (
     BlockedState,
     RankProgress,
@@ -107,9 +107,7 @@ class MultiNodeWaitState(DeviceWaitState):
 
     def _read_states(self, program: Wait | None) -> Mapping[str, BlockedState]:
         if program is not None and self._is_idle():
-            nothing = [
-                blocked_ops.wait_for_host(program, self._world.session.tokens[self._world.rank])
-            ]
+            nothing = [wait_for_host(program, self._world.session.tokens[self._world.rank])]
             return self._states(nothing, nothing, nothing)
         current, staging = self._staging_waits()
         kernels = self._kernels.waits() if self._kernels is not None else []
