@@ -151,7 +151,7 @@ def write_atomically(target: Path, data: bytes) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
         os.replace(temporary, target)
-    except OSError:
+    except BaseException:  # also an interruption by the user
         os.unlink(temporary)
         raise
 

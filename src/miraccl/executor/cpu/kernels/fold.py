@@ -298,6 +298,8 @@ def make_scale(dtype: DType, divides: bool) -> Any:
     return times
 
 
+COMPILER = "numba"  # elements of many types
+
 #: name -> function; ``fold_float32_sum``, ``times_float32``, ``over_float32``
 EXPORTS: dict[str, Any] = {
     f"fold_{dtype.label}_{op.name.lower()}": make_fold(dtype, op)

@@ -104,5 +104,6 @@ def search(address: int, unused: int) -> int:
     return int(state.header[0].visits)
 
 
+COMPILER = "numba"  # structured arrays
 EXPORTS = {"search": search}
 """C functions of this source, see ``native.compiler``."""
