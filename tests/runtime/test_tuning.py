@@ -2,33 +2,118 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import subprocess
-from typing import Any
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from miraccl import native
 from miraccl.executor.cpu.context import ENGINE
+from miraccl.native import cache
 from miraccl.planning import tuning
 from miraccl.planning.cost_model import CpuConstants
 from miraccl.runtime import fabric
+from miraccl.types import DType, RedOp
 
 
 def test_compilation_does_not_count_against_the_measuring_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wanted = CpuConstants(switch_us=3.25)
-    order = []
+    order: list[object] = []
 
-    def measure(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    def measure() -> str:
         order.append("measured")
-        return subprocess.CompletedProcess(command, 0, stdout=f"{wanted.to_json()}\n")
+        return f"{wanted.to_json()}\n"
 
     monkeypatch.setattr(native, "library", order.append)
-    monkeypatch.setattr(subprocess, "run", measure)
+    monkeypatch.setattr(tuning, "fold_kernel", lambda *kernel: order.append(kernel))
+    monkeypatch.setattr(tuning, "_run_measurement", measure)
     assert tuning._measure() == wanted
-    assert order == [ENGINE, "measured"]
+    assert order == [ENGINE, (DType.FLOAT32, RedOp.SUM), "measured"]
+
+
+@pytest.fixture
+def slow_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[int]]:
+    """Replace the measurement by two processes that do not end; return a function for their
+    pids.
+    """
+    program = tmp_path / "slow"
+    program.write_text(
+        f"#!/bin/sh\nsleep 60 &\necho $$ $! >> {tmp_path}/pids\nmv {tmp_path}/pids "
+        f"{tmp_path}/started\nwait\n"
+    )
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(native, "library", lambda _: None)
+    monkeypatch.setattr(tuning, "fold_kernel", lambda *_: None)
+    monkeypatch.setattr(tuning, "LIMIT_S", 2.0)
+    monkeypatch.setenv("MIRACCL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv(tuning.MEASURING_VARIABLE, raising=False)
+    return lambda: [int(pid) for pid in (tmp_path / "started").read_text().split()]
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def _await_end(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while not all(_has_ended(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"left behind: {pids}"
+        time.sleep(0.01)
+
+
+def test_a_measurement_that_is_too_slow_is_ended_and_not_repeated_at_once(
+    monkeypatch: pytest.MonkeyPatch, slow_measurement: Callable[[], list[int]]
+) -> None:
+    load_constants = tuning.load_constants.__wrapped__
+    assert load_constants() == CpuConstants()
+    _await_end(slow_measurement())
+    monkeypatch.setattr(tuning, "_measure", lambda: pytest.fail("measured again"))
+    assert load_constants() == CpuConstants()  # another rank, or the next process
+    wanted = CpuConstants(switch_us=3.25)
+    monkeypatch.setattr(tuning, "_measure", lambda: wanted)
+    monkeypatch.setattr(tuning, "RETRY_AFTER_S", 0.0)
+    assert load_constants() == wanted
+
+
+def test_an_interrupted_measurement_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch, slow_measurement: Callable[[], list[int]]
+) -> None:
+    def interrupted(process: subprocess.Popen[str], timeout: float) -> None:
+        deadline = time.monotonic() + 10
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                assert slow_measurement()
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tuning._measure()
+    _await_end(slow_measurement())
+    assert cache.read(tuning.FAILURE_FILE) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"nan", b"1e99", b"-1e99"])
+def test_a_damaged_note_of_a_failure_does_not_count(
+    content: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MIRACCL_CACHE_DIR", str(tmp_path))
+    cache.write(tuning.FAILURE_FILE, content)
+    assert not tuning._failed_recently()
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ count, so a busy machine gets more of them (at most ``RETRY_FACTOR`` times as ma
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -120,16 +122,23 @@ def _round_trips(comm: Communicator, x: np.ndarray, count: int) -> Callable[[], 
     return trips
 
 
+def _maximum(comm: Communicator, values: np.ndarray) -> np.ndarray:
+    """Return the largest of each value over the ranks."""
+    # A gather and not a reduction: a reduction of another type and operator would be compiled
+    # first, which takes 0.6 s.
+    gathered = np.zeros((comm.nranks, len(values)), values.dtype)
+    comm.all_gather(values, gathered)
+    return np.asarray(gathered.max(axis=0))
+
+
 def _best_collective_us(comm: Communicator, action: Callable[[], None], repeats: int) -> float:
     """Return the shortest time of ``repeats`` undisturbed runs of an action on both ranks."""
-    best, verdict = float("inf"), np.zeros(1, np.int64)
+    best = float("inf")
     for _ in range(RETRY_FACTOR * repeats):
         comm.barrier()
         seconds, disturbed = timed(action)
         best = min(best, seconds)
-        verdict[0] = disturbed
-        comm.all_reduce(verdict, None, RedOp.MAX)
-        repeats -= not verdict[0]
+        repeats -= not _maximum(comm, np.array([disturbed], np.int64))[0]
         if not repeats:
             break
     return best * 1e6
@@ -197,7 +206,7 @@ def _compare_in_turns(
 
     The variants take turns, with three undisturbed repetitions per turn.
     """
-    best, worst = [float("inf")] * len(variants), np.zeros(2)
+    best = [float("inf")] * len(variants)
     for _ in range(TURNS):
         for index, variant in enumerate(variants):
             variant()  # warms up caches and slots
@@ -205,8 +214,7 @@ def _compare_in_turns(
             for _ in range(RETRY_FACTOR * repeats):
                 before()
                 comm.barrier()
-                worst[:] = timed(variant)
-                comm.all_reduce(worst, None, RedOp.MAX)
+                worst = _maximum(comm, np.array(timed(variant)))
                 best[index] = min(best[index], float(worst[0]))
                 repeats -= worst[1] == 0
                 if not repeats:
@@ -279,12 +287,14 @@ def main() -> None:
     """Fork a second rank, measure with it, store and print the constants."""
     from miraccl.bootstrap import create_hub
     from miraccl.native import cache
-    from miraccl.planning.tuning import CACHE_FILE
+    from miraccl.planning.tuning import CACHE_FILE, MEASURING_VARIABLE
 
+    _die_with_parent(int(os.environ.get(MEASURING_VARIABLE, os.getppid())))
     unique_id, root = create_hub()
-    child = os.fork()
+    parent, child = os.getpid(), os.fork()
     if child == 0:
         try:
+            _die_with_parent(parent)
             _rank(unique_id, 1)
         finally:
             os._exit(0)
@@ -296,6 +306,14 @@ def main() -> None:
     finally:
         root.close()
         os.waitpid(child, 0)
+
+
+def _die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent exits; exit now if it has exited."""
+    pr_set_pdeathsig = 1  # linux/prctl.h
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _rank(unique_id: UniqueId, rank: int) -> CpuConstants:
