@@ -28,7 +28,9 @@ def spawn() -> Iterator[Callable[[Callable[[Connection], None]], Child]]:
 
 @pytest.fixture
 def patience_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Deadline]:
-    """Makes deadlines of ranks that the hub counts from when it has heard of them, however late a rank comes to it."""
+    """Makes deadlines of ranks that the hub counts from when it has heard of them, however late a
+    rank comes to it.
+    """
     original = join._join
     monkeypatch.setattr(
         join,

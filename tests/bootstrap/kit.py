@@ -96,10 +96,12 @@ def job(nranks: int, hosts: Sequence[str] | None = ("127.0.0.1",)) -> Iterator[l
         assert root.join(PATIENCE)
 
 
-def told_at_the_deadline(
+def raises_at_the_deadline(
     text: str, attempt: Callable[[float], object], kind: type[BootstrapError] = BootstrapError
 ) -> None:
-    """``attempt(seconds)`` raises what the pattern ``text`` describes; on a busy machine it may take more seconds to find that out."""
+    """``attempt(seconds)`` raises what the pattern ``text`` describes; on a busy machine it may
+    take more seconds to find that out.
+    """
     for seconds in (0.1, 0.5, 2.0, PATIENCE / 4):
         with pytest.raises(BootstrapError) as caught:
             attempt(seconds)

@@ -1,4 +1,6 @@
-"""Whatever call into the system fails while ranks meet: they meet all the same, or are told why in time, and nothing is left open."""
+"""Whatever call into the system fails while ranks meet: they meet all the same, or are told why in
+time, and nothing is left open.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from miraccl.errors import BootstrapError, InvalidUsage, MiracclError, PeerDied,
 from miraccl.wire import framing
 from miraccl.wire.auth import NONCE_BYTES, Challenge, Handshake, Hello
 from miraccl.wire.framing import MAX_FRAME_BYTES, FrameReader, decode, encode, encode_frame
-from tests.bootstrap.kit import PATIENCE, in_threads, job, told_at_the_deadline, until
+from tests.bootstrap.kit import PATIENCE, in_threads, job, raises_at_the_deadline, until
 from tests.support.fault_injection import PARTIAL, FaultSweep, limit_descriptors, open_files
 
 #: Accidents that pass: the ranks meet all the same.
@@ -81,12 +83,12 @@ def nothing_is_left(caplog):
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_ranks_meet_through_accidents_that_pass(monkeypatch, nothing_is_left):
+def test_ranks_join_through_transient_errors(monkeypatch, nothing_is_left):
     for accident in FaultSweep(monkeypatch).faults(PASSING, _job_with):
         assert _job_with(accident) == ["done", "done"], accident
 
 
-def test_ranks_are_told_of_accidents_that_end_a_job(monkeypatch, nothing_is_left):
+def test_fatal_errors_are_reported_to_all_ranks(monkeypatch, nothing_is_left):
     for accident in FaultSweep(monkeypatch).faults(ENDING, _job_with):
         for result in _job_with(
             accident, 0.5
@@ -95,9 +97,7 @@ def test_ranks_are_told_of_accidents_that_end_a_job(monkeypatch, nothing_is_left
 
 
 @pytest.mark.parametrize("error", [errno.ENOBUFS, errno.ENOMEM])
-def test_a_host_that_is_short_of_memory_for_a_while_keeps_no_rank_waiting(
-    error, monkeypatch, nothing_is_left
-):
+def test_temporary_memory_shortage_delays_no_rank(error, monkeypatch, nothing_is_left):
     """No socket takes anything at first, whatever it is for."""
     short = threading.Event()
 
@@ -126,7 +126,7 @@ def test_a_host_that_is_short_of_memory_for_a_while_keeps_no_rank_waiting(
         assert time.monotonic() - start < PATIENCE / 4
 
 
-def test_a_hub_that_cannot_be_opened_leaves_nothing(monkeypatch, nothing_is_left):
+def test_failed_hub_leaks_nothing(monkeypatch, nothing_is_left):
     def scenario() -> None:
         create_hub(hosts=["127.0.0.1"])[1].close()
 
@@ -144,7 +144,7 @@ def test_a_hub_that_cannot_be_opened_leaves_nothing(monkeypatch, nothing_is_left
             scenario()
 
 
-def test_a_host_that_stays_short_of_descriptors_is_named_at_the_deadline(nothing_is_left):
+def test_lasting_descriptor_shortage_is_reported(nothing_is_left):
     unique_id, root = create_hub(hosts=["127.0.0.1"])
     told = []
     with root:
@@ -161,7 +161,9 @@ def test_a_host_that_stays_short_of_descriptors_is_named_at_the_deadline(nothing
 
 @pytest.fixture
 def fickle_hub():
-    """(id, calls): a hub that proves itself, hears the proof of the rank, and hangs up; it counts how often."""
+    """(id, calls): a hub that proves itself, hears the proof of the rank, and hangs up; it counts
+    how often.
+    """
     secret, calls = b"s" * 32, []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -190,12 +192,10 @@ def fickle_hub():
         thread.join(PATIENCE)
 
 
-def test_a_hub_that_hangs_up_on_a_rank_again_and_again_ends_with_the_deadline(
-    fickle_hub, nothing_is_left
-):
+def test_hub_that_always_hangs_up_ends_at_the_deadline(fickle_hub, nothing_is_left):
     unique_id, calls = fickle_hub
     begun = time.monotonic()
-    told_at_the_deadline(
+    raises_at_the_deadline(
         "the control plane hung up before it had accepted this rank",
         lambda seconds: connect(unique_id, 0, 2, seconds),
         ControlPlaneUnreachable,
@@ -207,7 +207,9 @@ def test_a_hub_that_hangs_up_on_a_rank_again_and_again_ends_with_the_deadline(
 
 @contextlib.contextmanager
 def cutting(unique_id: UniqueId, frame: int, only_for_rank: bool = False) -> Iterator[UniqueId]:
-    """Another way to the hub. Where it would pass this frame of the hub's on, its first connection is cut, on both sides or the rank's."""
+    """Another way to the hub. Where it would pass this frame of the hub's on, its first connection
+    is cut, on both sides or the rank's.
+    """
     ends: list[socket.socket] = []
 
     def pass_on(
@@ -257,9 +259,7 @@ def cutting(unique_id: UniqueId, frame: int, only_for_rank: bool = False) -> Ite
 
 
 @pytest.mark.parametrize("frame", ["challenge", "accepted", "welcome"])
-def test_a_connection_that_is_cut_while_ranks_meet_is_made_again_or_told_to_all_at_once(
-    frame, nothing_is_left
-):
+def test_connection_cut_during_rendezvous(frame, nothing_is_left):
     number = ["challenge", "accepted", "welcome"].index(frame) + 1
     unique_id, root = create_hub(nranks=2, hosts=["127.0.0.1"])
 
@@ -287,9 +287,7 @@ def test_a_connection_that_is_cut_while_ranks_meet_is_made_again_or_told_to_all_
 
 
 @pytest.mark.parametrize("met", [False, True])
-def test_a_rank_that_alone_knows_that_it_was_cut_is_taken_again_or_told_to_all_at_once(
-    met, nothing_is_left
-):
+def test_one_sided_cut_during_rendezvous(met, nothing_is_left):
     """A firewall may forget a connection and reset one side."""
     came: list[int] = []
 
@@ -322,10 +320,10 @@ def test_a_rank_that_alone_knows_that_it_was_cut_is_taken_again_or_told_to_all_a
         assert "its connection was cut before the job formed" in str(second)
 
 
-def test_a_process_that_was_stopped_takes_the_answer_that_waits_for_it(
-    monkeypatch, nothing_is_left
-):
-    """SIGSTOP, a debugger, a laptop's lid: the hub's answer is there, and the time to wait for it is over."""
+def test_stopped_process_uses_the_pending_answer(monkeypatch, nothing_is_left):
+    """SIGSTOP, a debugger, a laptop's lid: the hub's answer is there, and the time to wait for it
+    is over.
+    """
 
     class Stopped(Dialer):
         def _advance(self, attempt):
@@ -338,19 +336,19 @@ def test_a_process_that_was_stopped_takes_the_answer_that_waits_for_it(
     assert _job_with() == ["done", "done"]
 
 
-def test_a_hub_whose_process_is_stopped_does_not_answer(nothing_is_left):
+def test_stopped_hub_does_not_answer(nothing_is_left):
     """Its kernel takes the connection."""
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         address = stopped.getsockname()[:2]
         unique_id = UniqueId(addresses=(address,), secret=b"s" * 32)
-        told_at_the_deadline(
+        raises_at_the_deadline(
             rf"127\.0\.0\.1:{address[1]}: no answer",
             lambda seconds: connect(unique_id, 1, 2, seconds),
             ControlPlaneUnreachable,
         )
 
 
-def test_a_message_that_is_too_long_is_refused_and_the_next_one_passes(monkeypatch):
+def test_too_long_message_is_rejected_alone(monkeypatch):
     monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 1 << 16)
     with job(2) as sessions:
         with pytest.raises(InvalidUsage, match="at most 65536"):
@@ -381,9 +379,7 @@ def silent_names(monkeypatch):
     over.set()
 
 
-def test_a_name_service_that_is_silent_takes_no_more_than_the_deadline(
-    nothing_is_left, silent_names
-):
+def test_silent_name_server_ends_at_the_deadline(nothing_is_left, silent_names):
     targets = [("hub.example", port) for port in range(29500, 29533)]
     began = time.monotonic()
     with pytest.raises(
@@ -395,9 +391,7 @@ def test_a_name_service_that_is_silent_takes_no_more_than_the_deadline(
     assert silent_names == ["hub.example"]  # once, and not for every port
 
 
-def test_a_name_service_that_is_silent_holds_up_no_other_address(
-    nothing_is_left, silent_names, monkeypatch
-):
+def test_silent_name_server_delays_no_other_address(nothing_is_left, silent_names, monkeypatch):
     monkeypatch.setattr(interfaces, "ROUTE_SECONDS", 0.01)
     unique_id, root = create_hub(hosts=["127.0.0.1"])
     with root:
@@ -406,7 +400,7 @@ def test_a_name_service_that_is_silent_holds_up_no_other_address(
         ) == ["done", "done"]
 
 
-def test_a_name_that_is_not_known_is_asked_for_again(monkeypatch):
+def test_unknown_name_is_resolved_again(monkeypatch):
     monkeypatch.setattr(dial, "RESOLVE_SECONDS", 0.01)
     known, asked = socket.getaddrinfo, []
 
@@ -428,9 +422,9 @@ def test_a_name_that_is_not_known_is_asked_for_again(monkeypatch):
         ) == ["done", "done"]
 
 
-def test_a_word_that_is_no_name_is_named():
+def test_invalid_host_name_is_reported():
     unique_id = UniqueId(addresses=(("a..b", 1),), secret=b"s" * 32)
-    told_at_the_deadline(
+    raises_at_the_deadline(
         r"a\.\.b: not a valid host name",
         lambda seconds: connect(unique_id, 1, 2, seconds),
         ControlPlaneUnreachable,
@@ -440,9 +434,7 @@ def test_a_word_that_is_no_name_is_named():
 # --- the meeting file ---
 
 
-def test_a_meeting_file_that_cannot_be_written_leaves_nothing(
-    monkeypatch, tmp_path, nothing_is_left
-):
+def test_failed_rendezvous_file_leaks_nothing(monkeypatch, tmp_path, nothing_is_left):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
@@ -458,7 +450,7 @@ def test_a_meeting_file_that_cannot_be_written_leaves_nothing(
     assert os.listdir(runtime_file.runtime_folder()) == []
 
 
-def test_no_folder_for_the_meeting_file(monkeypatch, tmp_path):
+def test_no_folder_for_the_rendezvous_file(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "gone"))
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "gone too"))
     with pytest.raises(SystemFailure, match=r"cannot make the folder .* No such file or directory"):

@@ -51,11 +51,11 @@ ALL = [LO, DOCKER, VIRBR, VETH, DOWN, BARE, ETH0, ETH1, ETH10, IB0]
         ("eth0:1", ["eth0"]),
     ],
 )
-def test_the_language_of_socket_ifname(text, names):
+def test_syntax_of_socket_ifname(text, names):
     assert [i.name for i in rank_interfaces(ALL, text)] == names
 
 
-def test_names_that_are_no_ascii(monkeypatch, tmp_path):
+def test_names_outside_ascii(monkeypatch, tmp_path):
     """And lines that no kernel writes."""
     fine = b"fd000000000000000000000000000001 03 40 00 82 "
     odd = (
@@ -90,11 +90,11 @@ def test_an_empty_filter_matches_all():
     ("route", "first"),
     [("10.1.0.5", "eth1"), ("172.17.0.1", "docker0"), ("127.0.0.1", "lo"), ("8.8.8.8", "eth0")],
 )
-def test_the_route_to_the_meeting_point_decides(route, first):
+def test_route_to_the_rendezvous_decides(route, first):
     assert rank_interfaces(ALL, "", route)[0].name == first
 
 
-def test_a_name_the_user_gave_beats_the_route():
+def test_configured_interface_outweighs_the_route():
     assert rank_interfaces(ALL, "ib0", "10.1.0.5")[0].name == "ib0"
     assert rank_interfaces(ALL, "^ib", "10.1.0.5")[0].name == "eth1"
 
@@ -111,7 +111,7 @@ def test_the_environment_chooses(monkeypatch, variable):
         choose_addresses(interfaces=ALL)
 
 
-def test_without_a_wish_loopback_may_stand_in(monkeypatch):
+def test_loopback_is_the_default_on_one_host(monkeypatch):
     assert choose_addresses(interfaces=ALL) == (("10.0.0.5", "fd00::5"), True)
     assert choose_addresses(interfaces=[LO]) == (("127.0.0.1", "::1"), True)
     with pytest.raises(BootstrapError, match="not even loopback"):
@@ -127,7 +127,7 @@ def test_the_address_family_follows_the_route(monkeypatch):
     assert choose_addresses("four", ALL)[0] == ("10.0.0.5", "fd00::5")
 
 
-def test_a_name_that_means_loopback_here_says_nothing_about_the_way(monkeypatch):
+def test_route_to_a_loopback_name_is_ignored(monkeypatch):
     """Debian's /etc/hosts gives a host's own name the address 127.0.1.1."""
     monkeypatch.setattr("miraccl.bootstrap.interfaces.source_address", lambda host: "127.0.0.1")
     assert choose_addresses("myself", ALL)[0] == ("10.0.0.5", "fd00::5")

@@ -36,7 +36,7 @@ from tests.bootstrap.kit import (
     free_port,
     in_threads,
     needs_ipv6,
-    told_at_the_deadline,
+    raises_at_the_deadline,
     until,
 )
 
@@ -172,7 +172,10 @@ def test_detection(case):
         ({"PMI_SIZE": "2", "PMI_RANK": ""}, "PMI_SIZE=2 is set but PMI_RANK is not"),
         (
             {**SLURM, "WORLD_SIZE": "16"},
-            r"WORLD_SIZE=16 is set without RANK, but slurm gives rank 5 of 8 \(unset WORLD_SIZE, or set RANK as well\)",
+            (
+                r"WORLD_SIZE=16 is set without RANK, but slurm gives rank 5 of 8 \(unset "
+                r"WORLD_SIZE, or set RANK as well\)"
+            ),
         ),
         (
             {**OMPI, "MIRACCL_NRANKS": "2"},
@@ -210,7 +213,7 @@ def test_detection(case):
         ({**SLURM, "SLURM_STEP_NODELIST": "gpu[1-"}, "unbalanced"),
     ],
 )
-def test_what_cannot_be_right_is_said(environ, message):
+def test_invalid_environments_are_reported(environ, message):
     with pytest.raises(InvalidUsage, match=message):
         detect_launch(environ)
 
@@ -229,7 +232,7 @@ def test_what_cannot_be_right_is_said(environ, message):
         ({**HYDRA, **MASTER, "RANK": "0", "WORLD_SIZE": "2"}, "mpich's variables say rank 1 of 4"),
     ],
 )
-def test_numbers_that_may_be_left_over_are_doubted(environ, other, caplog):
+def test_stale_variables_are_reported(environ, other, caplog):
     launch = detect_launch(environ)
     assert launch.launcher == "torchrun"
     with caplog.at_level("WARNING", logger="miraccl"):
@@ -259,7 +262,7 @@ def test_numbers_that_may_be_left_over_are_doubted(environ, other, caplog):
         {**OMPI, "MIRACCL_RANK": "0", "MIRACCL_NRANKS": "1"},  # miraccl run under mpirun
     ],
 )
-def test_numbers_that_may_be_meant_are_not_doubted(environ):
+def test_consistent_variables_are_accepted(environ):
     assert detect_launch(environ).conflict == ""
 
 
@@ -319,7 +322,7 @@ def test_ports_of_a_master():
     assert _point({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}).ports[0] == 29500
 
 
-def test_secrets_belong_to_jobs():
+def test_secrets_differ_between_jobs():
     plain = {"RANK": "1", "WORLD_SIZE": "2", **MASTER}
     secrets = [
         _point(environ).secret
@@ -372,13 +375,15 @@ def test_node_lists(text, hosts):
 @pytest.mark.parametrize(
     "text", ["n[1", "n1]", "n[[1]]", "n[a-b]", "n[3-1]", "n[1-2-3]", "n[]", "n[1-99999999999]"]
 )
-def test_node_lists_that_are_none(text):
+def test_invalid_node_lists(text):
     with pytest.raises(InvalidUsage):
         list(expand_nodelist(text))
 
 
 def test_mpirun_in_an_allocation_meets_on_its_first_node():
-    """The daemons of mpirun are steps of their own: whatever differs between the nodes must not be looked at."""
+    """The daemons of mpirun are steps of their own: whatever differs between the nodes must not be
+    looked at.
+    """
     job = {
         "OMPI_COMM_WORLD_SIZE": "4",
         "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
@@ -444,7 +449,7 @@ def _groups(draw):
 
 
 @given(st.lists(st.one_of(_groups(), _WORDS.map(lambda word: (word, [word]))), max_size=4))
-def test_a_compact_list_means_its_hosts(items):
+def test_compact_node_lists_expand(items):
     assert list(expand_nodelist(",".join(text for text, _ in items))) == [
         host for _, hosts in items for host in hosts
     ]
@@ -523,7 +528,7 @@ def test_ranks_meet_next_to_an_occupied_master_port(answer):
 
 @needs_ipv6
 @pytest.mark.parametrize("taken", ["127.0.0.1", "::1"])
-def test_a_port_that_is_half_taken_is_taken(taken):
+def test_port_taken_in_one_address_family(taken):
     with socket.create_server(
         (taken, 0), family=socket.AF_INET6 if ":" in taken else socket.AF_INET
     ) as server:
@@ -553,8 +558,10 @@ def test_two_jobs_of_one_master_port_do_not_mix():
     _close(sessions[2:])
 
 
-def test_an_earlier_job_of_the_same_port_and_secret_is_passed_by():
-    """The same command again while the first job still runs: the second meets at the next port, whoever comes first."""
+def test_earlier_job_of_the_same_port_is_skipped():
+    """The same command again while the first job still runs: the second meets at the next port,
+    whoever comes first.
+    """
     environs = _ranks(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     first = _meet_all(environs)
     second = _meet_all(environs[::-1])[::-1]
@@ -569,26 +576,29 @@ def test_an_earlier_job_of_the_same_port_and_secret_is_passed_by():
     _close(first)
 
 
-def test_a_rank_0_that_nobody_comes_to_tells_of_the_port_that_was_taken():
+def test_rank_0_reports_the_taken_port():
     """As of two ranks 0, each of which waits at a port of its own."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         first = _ranks(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))[0]
-        told = rf"rank 1 of 2 did not join .* port \d+ because {port} was taken; is there another rank 0\?"
-        told_at_the_deadline(told, lambda seconds: join_launch(detect_launch(first), seconds))
+        told = (
+            rf"rank 1 of 2 did not join .* port \d+ because {port} was taken; is there "
+            r"another rank 0\?"
+        )
+        raises_at_the_deadline(told, lambda seconds: join_launch(detect_launch(first), seconds))
 
 
-def test_a_rank_0_that_nobody_comes_to_tells_where_it_listened():
+def test_rank_0_reports_its_port():
     port = free_port()
     environ = _ranks(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))[0]
     told = rf"did not join .* port {port} of 127\.0\.0\.1; do the others connect there\?"
-    told_at_the_deadline(told, lambda seconds: join_launch(detect_launch(environ), seconds))
+    raises_at_the_deadline(told, lambda seconds: join_launch(detect_launch(environ), seconds))
     environ["MASTER_ADDR"] = "192.0.2.77"  # for documentation (RFC 5737)
     told = r"did not join .* to 192\.0\.2\.77, which is not an address of this host"
-    told_at_the_deadline(told, lambda seconds: join_launch(detect_launch(environ), seconds))
+    raises_at_the_deadline(told, lambda seconds: join_launch(detect_launch(environ), seconds))
 
 
-def test_a_wrong_secret_is_no_member(patience_of_the_hub):
+def test_wrong_secret_is_reported_on_both_sides(patience_of_the_hub):
     port = str(free_port())
     environs = _ranks(3, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     environs[1]["MIRACCL_SECRET"] = "another"
@@ -603,8 +613,11 @@ def test_a_wrong_secret_is_no_member(patience_of_the_hub):
 
     def stranger():
         until(lambda: bool(hubs()))
-        told_at_the_deadline(
-            rf"cannot join the job at 127\.0\.0\.1:{port}: the control plane there has another secret",
+        raises_at_the_deadline(
+            (
+                rf"cannot join the job at 127\.0\.0\.1:{port}: the control plane there has "
+                r"another secret"
+            ),
             lambda seconds: join_launch(detect_launch(environs[1]), seconds),
             AuthenticationError,
         )
@@ -684,14 +697,14 @@ def _mpi(nranks: int, **common: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("job", [{"PMIX_NAMESPACE": "job-1"}, {}], ids=["named", "by parent"])
-def test_mpi_ranks_meet_by_a_private_file_that_is_gone_afterwards(private, job):
+def test_mpi_ranks_use_a_private_file(private, job):
     sessions = _meet_all(_mpi(3, **job))
     assert stat.S_IMODE(os.stat(private).st_mode) == 0o700
     assert os.listdir(private) == []
     _close(sessions)
 
 
-def test_a_file_of_a_job_that_crashed_does_not_stop_the_next(private):
+def test_stale_rendezvous_file_is_ignored(private):
     stale = UniqueId(addresses=(("127.0.0.1", free_port()),), secret=b"old!" * 8)
     publish_id("openmpi j", stale)
     waiting = threading.Event()
@@ -715,7 +728,7 @@ def test_a_file_of_a_job_that_crashed_does_not_stop_the_next(private):
     _close(sessions)
 
 
-def test_a_file_that_never_comes(private):
+def test_missing_rendezvous_file(private):
     with pytest.raises(
         BootstrapError,
         match=r"it wrote no rendezvous file within 0\.05 s .*several hosts need MASTER_ADDR",
@@ -738,7 +751,7 @@ def test_files_are_private(private):
         )
 
 
-def test_a_folder_that_others_can_write_is_refused(private):
+def test_shared_folder_is_rejected(private):
     runtime_folder()
     os.chmod(private, 0o777)
     with pytest.raises(SystemFailure, match="mode 0700"):
@@ -754,7 +767,7 @@ def test_the_parent_names_the_job():
     assert job_of_parent(lambda pid: None) == f"parent {os.getppid()} "
 
 
-def test_a_launcher_further_up_names_the_job():
+def test_launcher_among_the_ancestors_names_the_job():
     """Ranks started by a wrapper script have different parents and one launcher."""
     parent = os.getppid()
     table = {

@@ -1,4 +1,6 @@
-"""Ranks on two hosts: network namespaces joined by a veth pair, with addresses of their own and a link that can be cut."""
+"""Ranks on two hosts: network namespaces joined by a veth pair, with addresses of their own and a
+link that can be cut.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ pytestmark = [pytest.mark.netns, pytest.mark.multiprocess]
 
 _A, _B = f"mcbs{os.getpid()}a", f"mcbs{os.getpid()}b"
 
-#: A rank: meets as its environment says, tells what it sees as JSON lines, ends when its input does.
+#: A rank: meets as its environment says, tells what it sees as JSON lines, ends when its input
+#: does.
 _RANK = """
 import json, os, sys
 from miraccl.bootstrap import PeerLeft, PeerLost, create_hub, connect, detect_launch, join_launch, UniqueId
@@ -46,7 +49,9 @@ def _ip(*words: str, check: bool = True) -> None:
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[tuple[str, str]]:
-    """Two namespaces: eth0 10.77.0.1/.2 and fd77::1/::2 on a veth pair, and a docker0 that leads nowhere in each."""
+    """Two namespaces: eth0 10.77.0.1/.2 and fd77::1/::2 on a veth pair, and a docker0 that leads
+    nowhere in each.
+    """
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("needs root and the ip command")
     _remove_stale()
@@ -168,7 +173,7 @@ def test_two_hosts_meet_at_a_master_address(hosts, start, address, expected):
         assert rank.tells() == {"addresses": expected, "hosts": 2, "parts": ["r0", "r1"]}
 
 
-def test_the_named_interface_is_announced_and_the_master_elsewhere_is_still_found(hosts, start):
+def test_configured_interface_is_announced(hosts, start):
     common = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29510", "NCCL_SOCKET_IFNAME": "=docker0"}
     ranks = [start(hosts[index], index, 2, **common) for index in range(2)]
     for rank in ranks:
@@ -186,7 +191,7 @@ def test_ranks_of_one_host_use_loopback_unless_an_interface_is_named(hosts, star
             assert rank.tells() == {"addresses": [expected] * 2, "hosts": 1, "parts": ["r0", "r1"]}
 
 
-def test_an_interface_that_does_not_exist_is_said_by_the_rank_concerned(hosts, start):
+def test_unknown_interface_is_reported_by_its_rank(hosts, start):
     rank = start(
         hosts[0], 0, 2, MASTER_ADDR="10.77.0.1", MASTER_PORT="29540", MIRACCL_SOCKET_IFNAME="wlan"
     )
@@ -198,7 +203,7 @@ def test_an_interface_that_does_not_exist_is_said_by_the_rank_concerned(hosts, s
     )
 
 
-def test_loopback_of_another_host_is_not_tried(hosts, start):
+def test_loopback_of_another_host_is_skipped(hosts, start):
     """A root that only listens on loopback is out of reach, and that is said at once."""
     first = start(hosts[0], 0, 2, TEST_ROOT="1", MIRACCL_SOCKET_IFNAME="lo")
     root = first.tells()

@@ -1,4 +1,6 @@
-"""Ranks as real processes that are killed, leave, are stopped, fork, or end in the usual ways of an interpreter."""
+"""Ranks as real processes that are killed, leave, are stopped, fork, or end in the usual ways of an
+interpreter.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def _from_children(
 
 
 def _hub_in_child(nranks: int) -> Callable[[Connection], None]:
-    """Rank 0 and the hub in one process, as ``get_unique_id`` and rank 0 usually are; it tells its id first."""
+    """Rank 0 and the hub in one process, as ``get_unique_id`` and rank 0 usually are; it tells its
+    id first.
+    """
 
     def main(pipe: Connection) -> None:
         unique_id, _root = create_hub(hosts=["127.0.0.1"])
@@ -153,8 +157,10 @@ def test_death_of_the_hub_is_the_loss_of_rank_0(spawn):
     session.close()
 
 
-def test_a_hub_that_ends_with_the_last_word_has_told_everybody(spawn):
-    """As a rank that calls ``os._exit`` at the end of a collective start: the others have their result, too."""
+def test_hub_that_exits_has_sent_everything(spawn):
+    """As a rank that calls ``os._exit`` at the end of a collective start: the others have their
+    result, too.
+    """
     nranks, secret = 8, b"s" * 32
 
     def gathers_and_ends(rank: int, unique_id: UniqueId) -> Callable[[Connection], None]:
@@ -180,7 +186,7 @@ def test_a_hub_that_ends_with_the_last_word_has_told_everybody(spawn):
             assert child.recv() == bytes(range(nranks))
 
 
-def test_the_death_of_the_hub_in_the_meeting(spawn):
+def test_death_of_the_hub_during_rendezvous(spawn):
     port, secret = free_port(), b"s" * 32
     unique_id = UniqueId(addresses=(("127.0.0.1", port),), secret=secret)
 
@@ -232,7 +238,9 @@ def test_a_stopped_rank_is_alive_but_does_not_answer(spawn):
 
 
 def test_a_forked_grandchild_does_not_hide_the_death_of_its_parent(spawn):
-    """A data loader's worker inherits every descriptor; the connection must close with the rank all the same."""
+    """A data loader's worker inherits every descriptor; the connection must close with the rank all
+    the same.
+    """
     unique_id, _ = create_hub(hosts=["127.0.0.1"])
 
     def rank_with_worker(pipe):
@@ -281,7 +289,7 @@ session = connect(UniqueId.parse(sys.argv[1]), int(sys.argv[2]), 2, 20.0)
         ("import os; os.abort()", PeerLost, "its process ended"),
     ],
 )
-def test_ways_to_end_are_told_apart(ending, kind, reason):
+def test_kinds_of_exit_are_distinguished(ending, kind, reason):
     unique_id, _ = create_hub(hosts=["127.0.0.1"])
     program = _PROGRAM.format(ending=ending)
     process = subprocess.Popen(
@@ -310,7 +318,7 @@ session.barrier("met")
 """
 
 
-def test_rank_0_that_exits_first_has_left_and_the_control_plane_goes_on():
+def test_control_plane_continues_after_rank_0_exits():
     process = subprocess.Popen(
         [sys.executable, "-c", _HUB_PROGRAM], stdout=subprocess.PIPE, text=True
     )
@@ -334,7 +342,7 @@ def test_rank_0_that_exits_first_has_left_and_the_control_plane_goes_on():
         process.stdout.close() if process.stdout else None
 
 
-def test_rank_0_that_exits_first_waits_a_moment_for_those_who_exit_too():
+def test_exiting_rank_0_waits_for_exiting_peers():
     moment = f"from miraccl.bootstrap import lifetime; lifetime.LINGER_SECONDS = {PATIENCE}"
     process = subprocess.Popen(
         [sys.executable, "-c", moment + _HUB_PROGRAM], stdout=subprocess.PIPE, text=True
@@ -354,8 +362,10 @@ def test_rank_0_that_exits_first_waits_a_moment_for_those_who_exit_too():
         process.stdout.close() if process.stdout else None
 
 
-def test_ranks_forked_by_a_launcher_that_holds_the_hub(spawn):
-    """The hub's loss is nobody's rank then; the launcher's descriptors are not held by its children."""
+def test_ranks_forked_by_a_launcher_with_the_hub(spawn):
+    """The hub's loss is nobody's rank then; the launcher's descriptors are not held by its
+    children.
+    """
 
     def launcher(pipe):
         unique_id, _root = create_hub(hosts=["127.0.0.1"])

@@ -44,7 +44,7 @@ from tests.bootstrap.kit import (
     in_threads,
     job,
     needs_ipv6,
-    told_at_the_deadline,
+    raises_at_the_deadline,
     until,
 )
 
@@ -69,7 +69,7 @@ def test_ranks_meet_and_gather(hosts):
         assert all(s.addresses in (["127.0.0.1"] * 4, ["::1"] * 4) for s in sessions)
 
 
-def test_ranks_may_come_before_the_root_and_in_any_order():
+def test_ranks_join_in_any_order():
     port = free_port()
     unique_id = UniqueId(addresses=(("127.0.0.1", port),), secret=b"s" * 32)
     tried = threading.Event()
@@ -93,8 +93,10 @@ def test_ranks_may_come_before_the_root_and_in_any_order():
 
 
 @pytest.mark.parametrize("moment", ["before the link", "as soon as the link has it"])
-def test_a_hub_that_hangs_up_at_once_is_tried_again(monkeypatch, moment):
-    """As the hub of the port's last job does: the link's watcher may have closed the socket before the first word was sent."""
+def test_hub_that_hangs_up_at_once_is_retried(monkeypatch, moment):
+    """As the hub of the port's last job does: the link's watcher may have closed the socket before
+    the first word was sent.
+    """
     hung_up: list[socket.socket] = []
 
     class Fleeting(SocketLink):
@@ -122,8 +124,10 @@ def test_a_hub_that_hangs_up_at_once_is_tried_again(monkeypatch, moment):
     assert hung_up
 
 
-def test_a_connection_that_is_reset_as_soon_as_it_is_made_is_tried_again(monkeypatch):
-    """As by a process that gives its port up with the connection still in the queue: the kernel says connected, and then has no peer."""
+def test_connection_reset_at_once_is_retried(monkeypatch):
+    """As by a process that gives its port up with the connection still in the queue: the kernel
+    says connected, and then has no peer.
+    """
     taken = socket.create_server(("127.0.0.1", 0))
     address = taken.getsockname()
 
@@ -151,7 +155,7 @@ def test_a_connection_that_is_reset_as_soon_as_it_is_made_is_tried_again(monkeyp
     assert taken.fileno() < 0
 
 
-def test_a_gather_is_as_large_as_it_says():
+def test_largest_gather():
     data = bytes(300_000)
     with job(3) as sessions:
         assert (
@@ -162,7 +166,7 @@ def test_a_gather_is_as_large_as_it_says():
             sessions[0].all_gather(bytes(30 << 20), "too big")
 
 
-def test_tags_of_several_threads_do_not_mix():
+def test_gathers_of_several_threads_do_not_mix():
     with job(2) as sessions:
         calls = [
             lambda s=s, t=t: [s.all_gather(f"{t}{i}".encode(), t) for i in range(5)]
@@ -175,7 +179,7 @@ def test_tags_of_several_threads_do_not_mix():
         ]
 
 
-def test_a_barrier_holds_until_the_last():
+def test_barrier_waits_for_the_last_rank():
     with job(2) as sessions:
         passed = threading.Event()
 
@@ -208,10 +212,10 @@ def test_missing_ranks_are_named(patience_of_the_hub):
         assert "ranks 2 and 5 of 8 did not join within the 0.2 s timeout of rank 7" in str(error)
 
 
-def test_nobody_home_is_said_with_address_and_reason():
+def test_unreachable_address_is_named_with_the_reason():
     port = free_port()
     unique_id = UniqueId(addresses=(("127.0.0.1", port),), secret=b"s" * 32)
-    told_at_the_deadline(
+    raises_at_the_deadline(
         rf"127\.0\.0\.1:{port}: Connection refused",
         lambda seconds: connect(unique_id, 1, 2, seconds),
     )
@@ -237,9 +241,9 @@ def test_survivor_that_joins_again_is_not_blamed() -> None:
     assert hub.join(PATIENCE)
 
 
-def test_an_unknown_host_name_is_said():
+def test_unknown_host_name_is_reported():
     unique_id = UniqueId(addresses=(("no-such-host.invalid", 1),), secret=b"s" * 32)
-    told_at_the_deadline(
+    raises_at_the_deadline(
         r"no-such-host\.invalid: the name cannot be resolved",
         lambda seconds: connect(unique_id, 1, 2, seconds),
     )
@@ -271,7 +275,7 @@ def test_a_rank_number_used_twice():
             session.close()
 
 
-def test_a_duplicate_that_comes_after_the_meeting():
+def test_duplicate_after_the_rendezvous():
     unique_id, _ = create_hub(hosts=["127.0.0.1"])
     a, b = in_threads([lambda r=r: connect(unique_id, r, 2, PATIENCE) for r in range(2)])
     with a, b, pytest.raises(BootstrapError, match="rank 1 is taken"):
@@ -297,7 +301,7 @@ def test_a_rank_out_of_range(rank, nranks):
         connect(unique_id, rank, nranks, 1.0)
 
 
-def test_a_wrong_secret_is_known_at_once():
+def test_wrong_secret_is_detected_at_once():
     unique_id, root = create_hub(hosts=["127.0.0.1"])
     wrong = UniqueId(addresses=unique_id.addresses, secret=b"?" * 32)
     with root, pytest.raises(AuthenticationError, match="same unique id"):
@@ -315,7 +319,7 @@ def test_a_port_that_cannot_be_listened_on():
         create_hub(hosts=["192.0.2.77"])
 
 
-def test_a_root_that_closes_in_the_meeting_ends_it():
+def test_hub_closed_during_rendezvous():
     joined = threading.Event()
 
     class Log(list[object]):
@@ -376,7 +380,7 @@ def test_a_rank_may_wait_for_months(timeout):
             session.close()
 
 
-def test_a_gather_with_a_rank_that_left_ends_at_once():
+def test_gather_with_a_rank_that_left_ends_at_once():
     with job(3) as sessions:
         inbox = Inbox(sessions[0])
         waiting = threading.Thread(target=sessions[2].close, args=("its part is done",))
@@ -402,7 +406,7 @@ def test_notices_reach_the_others_in_order():
             sessions[1].notify({"x": object()})
 
 
-def test_events_that_came_before_anybody_listened_are_delivered():
+def test_events_before_the_first_callback_are_delivered():
     with job(2) as sessions:
         sessions[0].notify({"n": 1})
         in_threads(
@@ -411,7 +415,7 @@ def test_events_that_came_before_anybody_listened_are_delivered():
         assert Inbox(sessions[1]).next() == Notice(from_rank=0, payload={"n": 1})
 
 
-def test_what_has_arrived_is_known_after_catching_up():
+def test_drain_handles_everything_received():
     """Also what has come while the watcher was busy, and lies in its socket."""
     with job(3) as sessions:
         busy, go, told = threading.Event(), threading.Event(), []
@@ -441,7 +445,7 @@ def test_what_has_arrived_is_known_after_catching_up():
         sessions[1].drain(PATIENCE)  # there is nothing to come
 
 
-def test_a_callback_that_fails_or_waits_does_no_harm(caplog):
+def test_failing_and_waiting_callbacks_are_harmless(caplog):
     with job(2) as sessions:
         caught: list[BaseException] = []
         done = threading.Event()
@@ -490,10 +494,10 @@ def test_the_hub_ends_when_all_have_left_and_its_port_is_free():
     b.close()
     assert isinstance(inbox.next(), PeerLeft)
     a.close()
-    told_at_the_deadline("refused", lambda seconds: connect(unique_id, 0, 2, seconds))
+    raises_at_the_deadline("refused", lambda seconds: connect(unique_id, 0, 2, seconds))
 
 
-def test_a_hub_of_many_jobs_lets_the_same_ranks_meet_again_also_before_they_have_left():
+def test_reusable_hub_serves_overlapping_jobs():
     unique_id, root = create_hub(nranks=2, hosts=["127.0.0.1"], reusable=True)
 
     def meet() -> list[LinkSession]:
@@ -528,7 +532,7 @@ def test_a_hub_of_many_jobs_lets_the_same_ranks_meet_again_also_before_they_have
     assert in_threads([lambda s=s: s.all_gather(b"l", "x") for s in last]) == [[b"l"] * 2] * 2
 
 
-def test_what_was_sent_has_been_heard():
+def test_wait_until_delivered():
     with job(3) as sessions:
         may_go, heard = threading.Event(), []
 
@@ -624,7 +628,7 @@ def test_status_of_a_rank_that_left():
 # --- sub ---
 
 
-def test_a_sub_session_is_renumbered_and_separate():
+def test_subgroup_is_renumbered_and_separate():
     with job(4) as sessions:
         evens = [sessions[r].subgroup([2, 0], "evens") for r in (2, 0)]
         odds = [sessions[r].subgroup([1, 3], "odds") for r in (1, 3)]
@@ -654,8 +658,10 @@ def test_a_sub_session_is_renumbered_and_separate():
             session.close()
 
 
-def test_a_sub_session_that_is_closed_while_a_thread_is_about_to_use_it():
-    """The hub is told nothing of it any more: it would take that for a breach and the rank for lost, in all its sessions."""
+def test_subgroup_closed_while_a_thread_uses_it():
+    """The hub is told nothing of it any more: it would take that for a breach and the rank for
+    lost, in all its sessions.
+    """
     with job(2) as sessions:
         subs = [s.subgroup([0, 1], "pair") for s in sessions]
 
@@ -672,7 +678,7 @@ def test_a_sub_session_that_is_closed_while_a_thread_is_about_to_use_it():
         )
 
 
-def test_a_sub_session_outlives_its_parent_and_can_be_split_again():
+def test_subgroup_outlives_its_parent():
     with job(3) as sessions:
         subs = [sessions[r].subgroup([0, 2], "pair") for r in (0, 2)]
         again = [sub.subgroup([1, 0], "swapped") for sub in subs]
@@ -696,7 +702,7 @@ def test_a_sub_session_outlives_its_parent_and_can_be_split_again():
             session.close()
 
 
-def test_subs_with_one_name_are_different_each_time():
+def test_subgroups_of_one_name_are_distinct():
     with job(2) as sessions:
         first = [s.subgroup([0, 1], "s") for s in sessions]
         second = [s.subgroup([0, 1], "s") for s in sessions]
@@ -709,7 +715,7 @@ def test_subs_with_one_name_are_different_each_time():
 
 
 @pytest.mark.parametrize("ranks", [[], [0, 0], [0, 2], [1], [-1, 0]])
-def test_a_sub_of_the_wrong_ranks(ranks):
+def test_subgroup_of_the_wrong_ranks(ranks):
     with job(2) as sessions, pytest.raises(InvalidUsage):
         sessions[0].subgroup(ranks, "s")
 
@@ -737,7 +743,7 @@ def test_a_job_of_one_needs_no_socket(monkeypatch):
             session.barrier("b")
 
 
-def test_ranks_with_other_host_names_are_other_hosts_that_share_a_loopback(monkeypatch):
+def test_host_names_separate_hosts_with_one_loopback(monkeypatch):
     """One laptop can play several hosts."""
     names = iter(["a", "b"])
     monkeypatch.setattr("miraccl.bootstrap.join.host_fingerprint", lambda: next(names))

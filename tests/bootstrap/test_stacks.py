@@ -40,7 +40,7 @@ def _place_of(call: Callable[[Any], None]) -> dict[str, object]:
     return place
 
 
-def test_a_thread_in_the_users_program():
+def test_location_of_an_application_thread():
     def user_function(event):
         event.wait(PATIENCE)
 
@@ -85,13 +85,17 @@ assert gc.isenabled()
 """
 
 
-def test_finalizers_of_garbage_do_not_meet_threads_that_look():
-    """A finalizer that ran while one thread looked let another one look: the interpreter stood still."""
+def test_no_finalizer_runs_while_sampling():
+    """A finalizer that ran while one thread looked let another one look: the interpreter stood
+    still.
+    """
     subprocess.run([sys.executable, "-c", STAND_STILL], timeout=60, check=True)
 
 
 def test_nothing_is_collected_while_frames_of_other_threads_are_walked():
-    """A finalizer would let these threads run, and end while the interpreter makes an object for one of their frames."""
+    """A finalizer would let these threads run, and end while the interpreter makes an object for
+    one of their frames.
+    """
     gate, walked = threading.Event(), []
 
     def deep(depth: int) -> None:
@@ -119,7 +123,7 @@ def test_nothing_is_collected_while_frames_of_other_threads_are_walked():
     assert not walked
 
 
-def test_a_thread_in_a_library_is_where_the_user_called_it():
+def test_location_of_a_thread_in_a_library():
     gate = threading.Event()
 
     def user_function():
@@ -138,8 +142,10 @@ def test_a_thread_in_a_library_is_where_the_user_called_it():
 @pytest.mark.parametrize(
     "folder", [*site.getsitepackages(), site.getusersitepackages(), "/a/source/tree"]
 )
-def test_libraries_lie_in_any_folder_for_them(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the user, and of the system where a virtual environment sees these, and any that is added."""
+def test_libraries_in_any_folder(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the user, and of the system where a virtual environment sees these, and any that is
+    added.
+    """
     monkeypatch.setattr(stacks_module, "_LIBRARIES", [*stacks_module._LIBRARIES])
     if folder.startswith("/a"):
         add_library(folder)
@@ -165,7 +171,7 @@ def test_libraries_lie_in_any_folder_for_them(folder: str, monkeypatch: pytest.M
     assert "user_function" in str(place["where"])
 
 
-def test_a_thread_of_libraries_alone():
+def test_location_of_a_library_thread():
     gate = threading.Event()
     thread = threading.Thread(target=gate.wait, args=(PATIENCE,), daemon=True)
     thread.start()
@@ -175,7 +181,7 @@ def test_a_thread_of_libraries_alone():
     assert "threading.py" in str(place["where"])
 
 
-def test_a_call_of_ours_by_a_library_is_where_the_user_called_the_library():
+def test_location_of_a_call_through_a_library():
     """Such as DDP's backward pass."""
     ours: dict[str, Any] = {}
     theirs: dict[str, Any] = {}
@@ -209,7 +215,7 @@ def test_a_call_of_ours_by_a_library_is_where_the_user_called_the_library():
     assert "user_function" in str(place["where"])
 
 
-def test_a_thread_that_waits_in_this_package_is_where_it_called_us():
+def test_location_of_a_thread_that_waits_in_this_package():
     code = compile(
         "def all_reduce(wait):\n    wait(20.0)\n", stacks_module._PACKAGE + "comm/calls.py", "exec"
     )
@@ -252,7 +258,7 @@ def test_several_threads_of_which_one_does_not_exist() -> None:
     [lambda: locate([threading.get_ident()]), blocked_ops.only_application_thread],
     ids=["locate", "only_thread"],
 )
-def test_a_look_keeps_nothing_of_a_program_that_collects_no_garbage(
+def test_sampling_retains_no_frames_without_gc(
     look: Callable[[], object],
 ) -> None:
     class Large:

@@ -59,7 +59,7 @@ def _meets(unique_id: UniqueId, nranks: int) -> None:
     ],
     ids=["silent", "http", "zeros", "ones", "empty", "hello", "wrong proof"],
 )
-def test_ranks_meet_among_strangers(says):
+def test_ranks_join_among_unauthenticated_connections(says):
     unique_id, root = create_hub(hosts=["127.0.0.1"])
     with strangers(unique_id.addresses[0], 5, says):
         _meets(unique_id, 3)
@@ -68,7 +68,9 @@ def test_ranks_meet_among_strangers(says):
 
 @pytest.mark.parametrize("says", [b"", b"garbage" * 100], ids=["silent", "garbage"])
 def test_ranks_meet_in_a_flood(says):
-    """200 connections before the ranks come and 200 more while they meet; the hub holds at most 128 of them."""
+    """200 connections before the ranks come and 200 more while they meet; the hub holds at most 128
+    of them.
+    """
     unique_id, root = create_hub(hosts=["127.0.0.1"])
     stop = threading.Event()
 
@@ -88,7 +90,7 @@ def test_ranks_meet_in_a_flood(says):
         assert not flooder.is_alive()
 
 
-def test_the_hub_holds_a_bounded_number_of_strangers():
+def test_pending_connections_are_bounded():
     unique_id, root = create_hub(hosts=["127.0.0.1"])
     with root, strangers(unique_id.addresses[0], 250) as socks:
         # the first 122 are hung up on by the time the last has been taken in
@@ -97,7 +99,7 @@ def test_the_hub_holds_a_bounded_number_of_strangers():
         assert len(root._connections) <= 128
 
 
-def test_garbage_is_answered_with_nothing():
+def test_garbage_gets_no_answer():
     unique_id, root = create_hub(hosts=["127.0.0.1"])
     with root, strangers(unique_id.addresses[0], 3, b"SSH-2.0-scanner\r\n") as socks:
         for sock in socks:
@@ -107,7 +109,9 @@ def test_garbage_is_answered_with_nothing():
 
 @contextlib.contextmanager
 def odd_service(answer: bytes | None) -> Iterator[int]:
-    """Something else that listens: it answers each connection with some bytes and hangs up, or (``None``) never says a word."""
+    """Something else that listens: it answers each connection with some bytes and hangs up, or
+    (``None``) never says a word.
+    """
     held: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -144,7 +148,7 @@ ANSWER_IDS = ["silent", "hangs up", "http", "zeros", "a hub with another secret"
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=ANSWER_IDS)
-def test_a_member_that_probes_ports_is_not_confused_by_other_services(answer):
+def test_probing_member_ignores_other_services(answer):
     with odd_service(answer) as odd:
         unique_id, root = create_hub(hosts=["127.0.0.1"])
         targets = [("127.0.0.1", odd), ("127.0.0.1", free_port()), *unique_id.addresses]
@@ -163,7 +167,7 @@ def test_a_member_that_probes_ports_is_not_confused_by_other_services(answer):
 
 
 @pytest.mark.parametrize("answer", ANSWERS[:4], ids=ANSWER_IDS[:4])
-def test_a_service_that_is_no_hub_is_named_at_the_deadline(answer):
+def test_other_service_is_named_at_the_deadline(answer):
     with odd_service(answer) as odd:
         unique_id = UniqueId(addresses=(("127.0.0.1", odd),), secret=b"s" * 32)
         with pytest.raises(
@@ -172,7 +176,7 @@ def test_a_service_that_is_no_hub_is_named_at_the_deadline(answer):
             connect(unique_id, 1, 2, 0.15)
 
 
-def test_a_member_proves_itself_to_one_of_the_hubs_addresses_only():
+def test_member_proves_itself_at_one_address_only():
     unique_id, root = create_hub(hosts=["127.0.0.1", "::1"])
     _meets(unique_id, 3)  # two proofs of one rank would be a duplicate
     assert root.join(PATIENCE)

@@ -34,7 +34,7 @@ def test_bytes_and_text_round_trip(unique_id):
 
 
 @given(_ids, st.data())
-def test_a_damaged_id_is_refused_or_reads_as_something_else(unique_id, data):
+def test_damaged_id_is_rejected_or_differs(unique_id, data):
     body = unique_id.to_bytes()
     cut = data.draw(st.integers(0, len(body) - 1))
     with pytest.raises(InvalidUsage):
@@ -61,7 +61,7 @@ def test_arbitrary_bytes(data):
         "miraccl:" + "A" * 100_000,
     ],
 )
-def test_text_that_is_no_id(text):
+def test_invalid_id_text(text):
     with pytest.raises(InvalidUsage, match="unique id"):
         UniqueId.parse(text)
 
@@ -81,7 +81,7 @@ def test_an_illegal_id_cannot_be_made(fields):
         UniqueId(**{"addresses": (("h", 1),), "secret": bytes(32), **fields})
 
 
-def test_the_secret_is_not_shown_by_accident():
+def test_repr_hides_the_secret():
     unique_id, root = create_hub(hosts=["127.0.0.1", "127.0.0.2"])
     root.close()
     assert "secret" not in repr(unique_id)

@@ -37,7 +37,9 @@ def together(comm: miraccl.Communicator) -> None:
 
 
 def nobody_left(comm: miraccl.Communicator) -> None:
-    """Wait for all ranks, now that this one has seen its error: for who has not, a rank that ends has died."""
+    """Wait for all ranks, now that this one has seen its error: for who has not, a rank that ends
+    has died.
+    """
     with contextlib.suppress(MiracclError):
         comm._core.session.barrier("seen", timeout=10)
 
@@ -83,7 +85,9 @@ def mismatch(field: str, odd: int, count: int, ranks_per_host: int) -> dict[str,
 
 
 def ends_at_once(what: str, ranks_per_host: int) -> Any:
-    """The ranks meet in the process of rank 1, which finds a mismatch or hears of it and ends without another word."""
+    """The ranks meet in the process of rank 1, which finds a mismatch or hears of it and ends
+    without another word.
+    """
     act_as_hosts(ranks_per_host)
     launched = miraccl.init(timeout=20)
     made = str(miraccl.get_unique_id()) if launched.rank == 1 else ""
@@ -105,7 +109,9 @@ def ends_at_once(what: str, ranks_per_host: int) -> Any:
 
 
 def goes_through(victim: int) -> Any:
-    """Ranks 0 and 1 broadcast from rank 0, rank 2 from rank 1: the others are through and gone while rank 2 waits for one of them."""
+    """Ranks 0 and 1 broadcast from rank 0, rank 2 from rank 1: the others are through and gone
+    while rank 2 waits for one of them.
+    """
     comm = miraccl.init(timeout=20)
     session, through = comm._core.session, threading.Semaphore(0)
     session.on_event(
@@ -154,7 +160,9 @@ def unlike_messages(what: str, ranks_per_host: int) -> Any:
 
 
 def unlike_messages_of_groups(what: str) -> Any:
-    """Every rank sends to the next and receives from the one before in a group; the message of rank 0 is another than rank 1 expects."""
+    """Every rank sends to the next and receives from the one before in a group; the message of rank
+    0 is another than rank 1 expects.
+    """
     comm = miraccl.init(timeout=10)
     together(comm)
     comm.all_reduce(np.ones(3))
@@ -176,7 +184,9 @@ def unlike_messages_of_groups(what: str) -> Any:
 
 
 def split_against(what: str, ranks_per_host: int) -> Any:
-    """Rank 1 calls split, the others ``what``; all have time. Where rank 0 aborts, rank 2 calls split as well: no mismatch is first."""
+    """Rank 1 calls split, the others ``what``; all have time. Where rank 0 aborts, rank 2 calls
+    split as well: no mismatch is first.
+    """
     act_as_hosts(ranks_per_host)
     comm = miraccl.init(timeout=600)
     comm.all_reduce(np.ones(3))
@@ -210,7 +220,9 @@ def split_against(what: str, ranks_per_host: int) -> Any:
 
 
 def split_after_an_operation_of_another_thread() -> float:
-    """Rank 0 has begun an operation in the background that the others call after split, in which they wait long enough to tell."""
+    """Rank 0 has begun an operation in the background that the others call after split, in which
+    they wait long enough to tell.
+    """
     with miraccl.init(timeout=20) as comm:
         x = np.ones(3)
         if comm.rank == 0:
@@ -270,7 +282,9 @@ def other_settings(field: str) -> Any:
 
 
 def forks() -> tuple[list[str], float]:
-    """What a forked child, which leaves the ``with`` block by an exception, is told by two calls; and a sum of the ranks afterwards."""
+    """What a forked child, which leaves the ``with`` block by an exception, is told by two calls;
+    and a sum of the ranks afterwards.
+    """
     with miraccl.init(timeout=10) as comm:
         comm.all_reduce(np.ones(3))
         reader, writer = os.pipe()
@@ -318,7 +332,9 @@ def survive(comm: miraccl.Communicator, path: str, action: Any) -> dict[str, Any
 
 
 def killed(phase: str, victim: int, path: str, ranks_per_host: int) -> Any:
-    """Rank ``victim`` is killed in a phase; the others say what they saw, then go on without it if they can."""
+    """Rank ``victim`` is killed in a phase; the others say what they saw, then go on without it if
+    they can.
+    """
     act_as_hosts(ranks_per_host)
     rank = int(os.environ["MIRACCL_RANK"])
     if phase == "bootstrap" and rank == victim:
@@ -377,7 +393,9 @@ def killed(phase: str, victim: int, path: str, ranks_per_host: int) -> Any:
 
 
 def killed_while_shrinking(path: str) -> Any:
-    """Rank 1 is killed when the others are at shrink() already, without having noticed; they go on without it."""
+    """Rank 1 is killed when the others are at shrink() already, without having noticed; they go on
+    without it.
+    """
     comm = miraccl.init(timeout=30)
     together(comm)
     if comm.rank == 1:
@@ -410,7 +428,9 @@ def hub_in_rank_0(path: str) -> Any:
 
 
 def dies_with_a_message() -> Any:
-    """Rank 1 is killed before rank 0 reads a message from its memory, whose watcher is late: it hears of that only afterwards."""
+    """Rank 1 is killed before rank 0 reads a message from its memory, whose watcher is late: it
+    hears of that only afterwards.
+    """
     comm = miraccl.init(timeout=30)
     comm._core.context.set(layout.CTX_P2P_DIRECT, 0)
     x, session = np.ones(100_000), comm._core.session
@@ -436,7 +456,9 @@ def dies_with_a_message() -> Any:
 
 
 def dies_for_one_that_leaves() -> Any:
-    """Rank 0 finalizes while an operation is pending, for which rank 1, which is killed then, does not come any more."""
+    """Rank 0 finalizes while an operation is pending, for which rank 1, which is killed then, does
+    not come any more.
+    """
     comm = miraccl.init(timeout=30)
     session, leaving = comm._core.session, threading.Event()
     session.on_event(
@@ -502,7 +524,8 @@ def exits(how: str, ranks_per_host: int) -> Any:
             comm.all_reduce(np.ones(5))
         if (
             how == "finalize"
-        ):  # else who is through may find that rank 1 has left, and end the operation of the other one
+            # else who is through may find that rank 1 has left, and end the operation of the other one
+        ):
             other = 2 - comm.rank
             comm.sendrecv(np.ones(5), other, np.ones(5), other)
         comm.all_reduce(np.ones(5))
@@ -520,8 +543,9 @@ PASSES = {"kind": "the deadline passes"}
 
 
 def absent(where: str, ranks_per_host: int) -> Any:
-    """Rank 1 does not come to an operation: it sleeps in Python, or sits in C code and keeps the interpreter's lock. The deadline of the
-    others passes when they wait for it."""
+    """Rank 1 does not come to an operation: it sleeps in Python, or sits in C code and keeps the
+    interpreter's lock. The deadline of the others passes when they wait for it.
+    """
     act_as_hosts(ranks_per_host)
     comm = miraccl.init(timeout=30)
     session, context = comm._core.session, comm._core.context
@@ -566,7 +590,9 @@ def absent(where: str, ranks_per_host: int) -> Any:
 
 
 def elsewhere(comm: miraccl.Communicator) -> Any:
-    """Let the deadline of the others pass, who should name this function, and wait until the communicator is broken."""
+    """Let the deadline of the others pass, who should name this function, and wait until the
+    communicator is broken.
+    """
     comm._core.session.notify(PASSES)
     limit = time.monotonic() + 20
     while comm._core.faults.fault is None and time.monotonic() < limit:
@@ -582,7 +608,9 @@ def elsewhere(comm: miraccl.Communicator) -> Any:
 
 
 def interrupted(what: str, ranks_per_host: int) -> Any:
-    """Rank 1 waits for rank 0 and gets a SIGINT there; the others must hear of it, and rank 1's own next call as well."""
+    """Rank 1 waits for rank 0 and gets a SIGINT there; the others must hear of it, and rank 1's own
+    next call as well.
+    """
     act_as_hosts(ranks_per_host)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ranks of the test server ignore it
     comm = miraccl.init(timeout=20)
@@ -651,7 +679,9 @@ def handled(ranks_per_host: int) -> int:
 
 
 def aborted(how: str, ranks_per_host: int) -> Any:
-    """Rank 0 ends the communicator while the others wait for it: by abort() in another thread, or by leaving a with block."""
+    """Rank 0 ends the communicator while the others wait for it: by abort() in another thread, or
+    by leaving a with block.
+    """
     act_as_hosts(ranks_per_host)
     comm = miraccl.init(timeout=20)
     together(comm)
@@ -689,7 +719,9 @@ def abort_when_waiting(comm: miraccl.Communicator) -> None:
 
 
 def ends_waits_before_its_fault_is_seen() -> bool:
-    """Rank 0 aborts; whether a program that saw the fault could still have begun an operation, which others would be compared with."""
+    """Rank 0 aborts; whether a program that saw the fault could still have begun an operation,
+    which others would be compared with.
+    """
     with contextlib.suppress(MiracclError), miraccl.init(timeout=30) as comm:
         faults = comm._core.faults
         seen, set_abort = [], faults.fabric.set_abort
@@ -707,7 +739,9 @@ def ends_waits_before_its_fault_is_seen() -> bool:
 
 
 def after_finalize() -> None:
-    """Every operation of a closed communicator says so; finalize, abort and the end of a with block may come again."""
+    """Every operation of a closed communicator says so; finalize, abort and the end of a with block
+    may come again.
+    """
     with miraccl.init() as comm:
         x = comm.empty(10)
         x[:] = comm.rank

@@ -1,4 +1,6 @@
-"""What every rank sees when something goes wrong: named errors on all of them, in bounded time, and nothing left behind."""
+"""What every rank sees when something goes wrong: named errors on all of them, in bounded time, and
+nothing left behind.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,7 @@ def test_a_rank_that_ends_at_once_does_not_hide_a_mismatch(what: str, ranks_per_
 
 
 @pytest.mark.parametrize("killed", [-1, 1])
-def test_a_mismatch_with_a_rank_that_is_gone(killed: int) -> None:
+def test_mismatch_with_a_rank_that_is_gone(killed: int) -> None:
     """Its board has stayed: what it called was something else."""
     got = values(rank_outcomes(fault_ranks.goes_through, 3, killed, timeout=30))
     assert got[0]["type"] == got[1]["type"] == "none"
@@ -220,7 +222,7 @@ MESSAGE = int(Collective.SEND_RECV) << 16
         ),
     ],
 )
-def test_who_has_called_something_else(statuses: list[dict[str, Any]], text: str) -> None:
+def test_describe_diverged(statuses: list[dict[str, Any]], text: str) -> None:
     found = describe_diverged(dict(enumerate(statuses)))
     assert found.endswith(text)
     assert bool(found) == bool(text)
@@ -282,7 +284,8 @@ def test_a_killed_rank(phase: str, victim: int, ranks_per_host: int, tmp_path: P
     outcomes = rank_outcomes(fault_ranks.killed, 4, phase, victim, path, ranks_per_host, timeout=40)
     assert outcomes[victim].status == -9
     for number, got in enumerate(values(outcomes, but=victim)):
-        # while ranks are meeting, the first to see a death leaves, and another may see that first: it is told the reason
+        # while ranks are meeting, the first to see a death leaves, and another may see that first:
+        # it is told the reason
         assert got["type"] == "PeerDied" or (
             phase in ("bootstrap", "connect") and got["type"] == "BootstrapError"
         ), got
@@ -293,7 +296,7 @@ def test_a_killed_rank(phase: str, victim: int, ranks_per_host: int, tmp_path: P
             assert got["shrunk"] == [number, 3, 6.0]
 
 
-def test_a_rank_is_killed_whose_memory_is_read() -> None:
+def test_death_of_a_rank_whose_memory_is_read() -> None:
     """The kernel refuses to copy from it: that is its death, also where nobody has heard of it yet."""
     (got,) = values(rank_outcomes(fault_ranks.dies_with_a_message, 2, timeout=40), but=1)
     assert got["type"] == "PeerDied", got
@@ -301,7 +304,7 @@ def test_a_rank_is_killed_whose_memory_is_read() -> None:
     assert got["op"] == "send/recv (100000 x float64)"
 
 
-def test_a_rank_dies_for_which_one_that_leaves_still_waits() -> None:
+def test_death_of_a_rank_that_a_leaving_rank_waits_for() -> None:
     (got,) = values(rank_outcomes(fault_ranks.dies_for_one_that_leaves, 2, timeout=40), but=1)
     assert got["type"] == "PeerDied", got
     assert "rank 1 died" in got["text"]
@@ -368,7 +371,7 @@ def test_errors_of_a_split_communicator_name_ranks_of_the_job() -> None:
 
 @pytest.mark.parametrize("ranks_per_host", [0, 1])
 @pytest.mark.parametrize("what", ["all_reduce", "recv", "group"])
-def test_an_interrupt_ends_a_wait_and_the_others_hear_of_it(what: str, ranks_per_host: int) -> None:
+def test_interrupt_ends_a_wait_and_notifies_the_others(what: str, ranks_per_host: int) -> None:
     got = values(rank_outcomes(fault_ranks.interrupted, 3, what, ranks_per_host, timeout=40))
     assert [g["first"] for g in got] == ["", "KeyboardInterrupt", ""]
     for value in got:
@@ -377,7 +380,7 @@ def test_an_interrupt_ends_a_wait_and_the_others_hear_of_it(what: str, ranks_per
 
 
 @pytest.mark.parametrize("ranks_per_host", [0, 1])
-def test_a_handled_signal_leaves_a_wait_alone(ranks_per_host: int) -> None:
+def test_handled_signal_does_not_end_a_wait(ranks_per_host: int) -> None:
     assert run_ranks(fault_ranks.handled, 2, ranks_per_host) == [0, 1]
 
 
@@ -395,16 +398,19 @@ def test_abort(how: str, ranks_per_host: int) -> None:
 
 
 def test_no_operation_begins_once_the_fault_is_seen() -> None:
-    """A program that goes on to another operation after the fault would be compared with ranks that have not heard of it."""
+    """A program that goes on to another operation after the fault would be compared with ranks that
+    have not heard of it.
+    """
     assert run_ranks(fault_ranks.ends_waits_before_its_fault_is_seen, 2) == [True, True]
 
 
-def test_a_forked_child_cannot_speak_for_its_parent() -> None:
+def test_forked_child_cannot_use_the_session() -> None:
     for rank, (told, total) in enumerate(run_ranks(fault_ranks.forks, 2)):
         assert len(told) == 2
         for line, op in zip(told, ("all_reduce", "shrink"), strict=True):
             assert line.startswith(
-                f"CommunicatorClosed: rank {rank}, {op}: the communicator belongs to the process that made it"
+                f"CommunicatorClosed: rank {rank}, {op}: the communicator belongs to the "
+                "process that made it"
             )
         assert total == 2.0
 

@@ -71,7 +71,7 @@ def _sealed(count: int) -> list[bytes]:
 
 
 @given(st.integers(0, 4), st.data())
-def test_a_flipped_bit_is_seen(which, data):
+def test_flipped_bit_is_detected(which, data):
     frames = _sealed(5)
     opener = Opener(b"key")
     for frame in frames[:which]:
@@ -118,6 +118,6 @@ def test_the_version_is_read_from_any_version_of_hello():
     assert peek_version(b"") is None
 
 
-def test_handshake_messages_fit_the_limit_for_strangers():
+def test_handshake_messages_fit_the_frame_limit():
     assert len(encode(HELLO)) <= MAX_HANDSHAKE_BYTES
     assert MAC_BYTES == 16

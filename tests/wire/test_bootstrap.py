@@ -70,7 +70,7 @@ def _gather(
 
 
 @given(st.permutations(range(5)), st.lists(st.integers(1, 60), min_size=1, max_size=30))
-def test_ranks_meet_in_any_order_however_the_bytes_are_cut(order, cuts):
+def test_ranks_join_however_the_bytes_are_cut(order, cuts):
     turn = iter(range(10**9))
     net, members = meet(5, order, chunk=lambda waiting: cuts[next(turn) % len(cuts)])
     assert net.hub.state is JobState.FORMED
@@ -94,7 +94,7 @@ def test_a_job_of_one():
         (101, "process 101 joined twice"),
     ],
 )
-def test_a_rank_number_used_twice_is_refused_and_the_job_goes_on(pid, told):
+def test_duplicate_rank_is_rejected_and_the_job_continues(pid, told):
     net = Net()
     first, second, twin = net.member(0, 2), net.member(1, 2), net.member(1, 2, pid=pid)
     net.run()
@@ -105,7 +105,7 @@ def test_a_rank_number_used_twice_is_refused_and_the_job_goes_on(pid, told):
     assert second.got(Welcome)
 
 
-def test_a_rank_that_calls_again_as_it_alone_knows_that_it_was_cut_takes_its_own_place():
+def test_reconnect_replaces_the_old_connection():
     net = Net()
     first, cut = net.member(0, 3), net.member(1, 3)
     net.run()
@@ -120,7 +120,7 @@ def test_a_rank_that_calls_again_as_it_alone_knows_that_it_was_cut_takes_its_own
     assert net.hub.state is JobState.FORMED
 
 
-def test_a_rank_that_calls_again_when_the_others_have_begun_counts_as_dead_at_once():
+def test_reconnect_after_the_job_formed_counts_as_death():
     net, (first, cut) = meet(2)
     again = net.member(1, 2, after=cut)
     net.run()
@@ -135,7 +135,7 @@ def test_a_rank_that_calls_again_when_the_others_have_begun_counts_as_dead_at_on
     assert "rank 1 counts as dead: its connection was cut before the job formed" in refused.text
 
 
-def test_a_duplicate_is_named_when_it_is_why_another_is_missing():
+def test_duplicate_explains_a_missing_rank():
     net = Net()
     members = [net.member(rank, 3, timeout=4.0) for rank in (0, 1, 1)]
     net.run()
@@ -148,7 +148,7 @@ def test_a_duplicate_is_named_when_it_is_why_another_is_missing():
     assert "rank 1 is taken" in refused.text
 
 
-def test_different_nranks_end_the_meeting_for_all_at_once():
+def test_different_nranks_end_the_rendezvous():
     net = Net()
     members = [net.member(0, 4), net.member(1, 4), net.member(2, 5)]
     net.run()
@@ -171,7 +171,7 @@ def test_the_hub_can_know_nranks_from_the_start():
     )
 
 
-def test_a_rank_of_another_job_size_that_comes_first_does_not_hide_why_from_those_who_come_later():
+def test_late_ranks_learn_of_another_job_size():
     net = Net(nranks=2)
     net.member(1, 3)
     net.run()
@@ -206,7 +206,7 @@ def test_missing_ranks_are_named_at_the_deadline_of_the_first():
     assert net.finished
 
 
-def test_a_rank_that_dies_in_the_meeting_is_named_at_once_and_to_those_who_come_later():
+def test_death_during_rendezvous_is_named_to_all():
     net = Net()
     first, second = net.member(0, 3), net.member(1, 3)
     net.run()
@@ -222,7 +222,7 @@ def test_a_rank_that_dies_in_the_meeting_is_named_at_once_and_to_those_who_come_
     assert net.finished
 
 
-def test_a_rank_that_gives_up_in_the_meeting_is_not_called_dead():
+def test_rank_that_leaves_during_rendezvous_is_not_dead():
     net = Net()
     first, second = net.member(0, 3), net.member(1, 3)
     net.run()
@@ -231,7 +231,7 @@ def test_a_rank_that_gives_up_in_the_meeting_is_not_called_dead():
     assert first.got(JoinRejected)[0].code == RejectCode.LEFT
 
 
-def test_a_hub_that_closes_in_the_meeting_says_so():
+def test_hub_closed_during_rendezvous_gives_the_reason():
     net = Net()
     member = net.member(0, 2)
     net.run()
@@ -245,7 +245,7 @@ def test_a_hub_that_closes_in_the_meeting_says_so():
 # --- strangers ---
 
 
-def test_a_member_with_another_secret_knows_at_once_and_is_mentioned_when_it_is_missed():
+def test_member_with_another_secret():
     net = Net()
     good, bad = net.member(0, 2, timeout=3.0), net.member(1, 2, secret=b"?" * 32)
     net.run()
@@ -259,7 +259,7 @@ def test_a_member_with_another_secret_knows_at_once_and_is_mentioned_when_it_is_
     )
 
 
-def test_a_member_that_ignores_the_wrong_proof_of_the_hub_gets_nowhere():
+def test_member_that_ignores_a_wrong_proof_is_rejected():
     """An attacker would not look at the hub's proof; its own proof is wrong all the same."""
     net = Net()
     bad = net.member(0, 1, secret=b"?" * 32)
@@ -272,7 +272,7 @@ def test_a_member_that_ignores_the_wrong_proof_of_the_hub_gets_nowhere():
     assert net.hub.state is JobState.GATHERING
 
 
-def test_another_version_is_answered_with_ours():
+def test_other_version_is_answered_with_ours():
     net = Net()
     conn = net.connect()
     net.bytes_to_hub(
@@ -291,7 +291,7 @@ def test_another_version_is_answered_with_ours():
     )
 
 
-def test_a_silent_stranger_is_dropped_at_the_handshake_deadline():
+def test_silent_connection_is_dropped_at_the_handshake_deadline():
     net = Net(handshake_timeout=2.0)
     silent = net.connect()
     member = net.member(0, 2)
@@ -303,7 +303,7 @@ def test_a_silent_stranger_is_dropped_at_the_handshake_deadline():
     assert member.conn not in net.dropped
 
 
-def test_strangers_beyond_the_bound_push_out_the_oldest_silent_one_never_a_rank():
+def test_oldest_silent_connection_is_evicted():
     net = Net(max_pending=4)
     rank0 = net.member(0, 2)
     net.run()
@@ -315,7 +315,7 @@ def test_strangers_beyond_the_bound_push_out_the_oldest_silent_one_never_a_rank(
     assert rank1.got(Welcome)
 
 
-def test_who_said_hello_outlives_who_is_silent():
+def test_connection_with_a_hello_outlives_silent_ones():
     net = Net(max_pending=2)
     member = net.member(0, 1)
     net._move_up(member)  # Hello is in, Proof is not
@@ -325,7 +325,7 @@ def test_who_said_hello_outlives_who_is_silent():
     assert set(net.dropped) == set(flood[:4])
 
 
-def test_newcomers_wait_until_a_stranger_has_had_time_enough():
+def test_newcomers_wait_for_pending_handshakes():
     net = Net(max_pending=2)
     assert net.hub.may_accept(net.now)
     net.connect()
@@ -340,7 +340,7 @@ def test_newcomers_wait_until_a_stranger_has_had_time_enough():
     assert net.hub.may_accept(0.0)
 
 
-def test_a_crowd_of_ranks_does_not_push_itself_out():
+def test_many_ranks_do_not_evict_each_other():
     """More ranks than strangers may be held: all are let in, none is dropped, when the kernel's
     queue is used.
     """
@@ -355,7 +355,7 @@ def test_a_crowd_of_ranks_does_not_push_itself_out():
     assert all(member.got(Welcome) for member in members)
 
 
-def test_who_says_hello_and_no_more_makes_place_in_the_end():
+def test_idle_connection_with_a_hello_is_evicted_finally():
     net = Net(max_pending=2)
     for _ in range(2):
         conn = net.connect()
@@ -364,14 +364,14 @@ def test_who_says_hello_and_no_more_makes_place_in_the_end():
     assert net.hub.may_accept(0.6)
 
 
-def test_a_job_of_absurd_size_is_refused_at_the_door():
+def test_absurd_job_size_is_rejected():
     net = Net()
     conn = net.connect()
     net.bytes_to_hub(conn, encode_frame(encode(Hello(rank=0, nranks=2**31, nonce=bytes(32)))))
     assert "rank 0 of 2147483648" in net.dropped[conn]
 
 
-def test_a_stranger_with_a_long_frame_is_dropped_before_it_is_kept():
+def test_long_unauthenticated_frame_is_dropped():
     net = Net()
     conn = net.connect()
     net.bytes_to_hub(conn, b"GET / HTTP/1.1\r\n")
@@ -381,7 +381,7 @@ def test_a_stranger_with_a_long_frame_is_dropped_before_it_is_kept():
 
 @settings(max_examples=150)
 @given(st.lists(st.binary(max_size=120), max_size=6), st.booleans())
-def test_arbitrary_bytes_never_crash_the_hub_nor_get_in(pieces, framed):
+def test_arbitrary_bytes_never_crash_the_hub(pieces, framed):
     net = Net()
     rank0 = net.member(0, 2)
     net.run()
@@ -409,7 +409,7 @@ def test_arbitrary_bytes_never_crash_a_member(pieces, framed):
 
 @settings(max_examples=200)
 @given(st.data())
-def test_a_handshake_with_an_altered_shortened_or_doubled_flight_is_never_accepted(data):
+def test_altered_handshake_is_never_accepted(data):
     """The only way in is the untouched conversation of Hello, Challenge, Proof and Join."""
     net = Net(nranks=1, handshake_timeout=5.0)
     member = net.member(0, 1)
@@ -437,7 +437,7 @@ def test_a_handshake_with_an_altered_shortened_or_doubled_flight_is_never_accept
 
 @settings(max_examples=100)
 @given(st.data())
-def test_altered_frames_of_a_rank_make_it_lost_and_harm_nobody_else(data):
+def test_altered_frames_harm_their_sender_only(data):
     net, (a, b, c) = meet(3)
     _gather(b, b"part")
     frame = b.outbox
@@ -470,7 +470,7 @@ def test_a_member_whose_hub_sends_an_altered_frame_ends_the_connection():
 # --- the job ---
 
 
-def test_gathers_with_different_tags_overlap_and_rounds_of_one_tag_keep_their_order():
+def test_gathers_overlap_by_tag_and_keep_order():
     net, (a, b) = meet(2)
     _gather(a, b"a-x0", "x")
     _gather(a, b"a-y0", "y")
@@ -486,7 +486,7 @@ def test_gathers_with_different_tags_overlap_and_rounds_of_one_tag_keep_their_or
     assert a.got(Gathered)[-1].parts == (b"a-x1", b"b-x1")
 
 
-def test_a_late_gather_names_who_is_missing_and_can_still_complete_for_the_others():
+def test_gather_timeout_names_missing_ranks():
     net, (a, b, c) = meet(3)
     _gather(a, b"a", timeout=1.0)
     _gather(c, b"c", timeout=9.0)
@@ -516,7 +516,7 @@ def send_both(member, *messages):
         member.send(message)
 
 
-def test_ranks_of_the_hubs_own_process_hear_last_what_all_are_told():
+def test_hub_process_receives_broadcasts_last():
     """Rank 1 may end with the hub as soon as it has heard: then everybody else has been sent the
     same.
     """
@@ -548,7 +548,7 @@ def test_ranks_of_the_hubs_own_process_hear_last_what_all_are_told():
         ]
 
 
-def test_a_gather_with_a_rank_that_is_gone_is_not_kept():
+def test_gather_with_a_gone_rank_is_dropped():
     net, (a, b) = meet(2)
     _gather(a, b"x")
     net.run()
@@ -559,7 +559,7 @@ def test_a_gather_with_a_rank_that_is_gone_is_not_kept():
     assert net.hub._groups._rounds == {}
 
 
-def test_notices_reach_all_others_with_the_true_sender():
+def test_notices_carry_the_true_sender():
     net, members = meet(4)
     members[2].send(NoticeMessage(group=0, rank=0, seq=1, payload=b"{}"))  # it claims to be rank 0
     net.run()
@@ -580,7 +580,7 @@ def test_status_goes_round_and_back():
     assert sorted((r.rank, r.ident) for r in a.got(StatusReply)) == [(1, 7), (2, 7)]
 
 
-def test_a_goodbye_is_no_loss_and_the_last_one_ends_the_hub():
+def test_goodbye_is_not_a_loss_and_the_last_one_ends_the_hub():
     net, (a, b, c) = meet(3)
     b.send(Goodbye(reason="finalized"))
     net.run()
@@ -596,7 +596,7 @@ def test_a_goodbye_is_no_loss_and_the_last_one_ends_the_hub():
     assert a.got(HubLost)[0].left
 
 
-def test_a_hub_that_closes_tells_all():
+def test_closing_hub_notifies_all():
     net, members = meet(2)
     net.close_hub("the interpreter exited")
     net.run()
@@ -606,7 +606,7 @@ def test_a_hub_that_closes_tells_all():
         assert lost.reason == "the interpreter exited"
 
 
-def test_the_loss_of_the_hub_is_seen_as_such():
+def test_loss_of_the_hub():
     net, (a, _) = meet(2)
     net.dropped[a.conn] = "the process was killed"
     net.run()
@@ -615,7 +615,7 @@ def test_the_loss_of_the_hub_is_seen_as_such():
     assert lost.state is MemberState.UP
 
 
-def test_a_group_is_a_job_in_the_job():
+def test_group_traffic_is_separate():
     net, (a, b, c, d) = meet(4)
     for member in (d, b):
         member.send(OpenGroup(group=77, ranks=(3, 1)))
@@ -637,7 +637,7 @@ def test_a_group_is_a_job_in_the_job():
     assert 77 not in net.hub._groups._groups
 
 
-def test_who_opens_a_group_late_hears_who_left_it():
+def test_late_opener_of_a_group_learns_of_departures():
     net, (a, b) = meet(2)
     a.send(OpenGroup(group=5, ranks=(0, 1)))
     a.send(LeaveGroup(group=5, rank=0, reason="short"))
@@ -659,7 +659,7 @@ def test_who_opens_a_group_late_hears_who_left_it():
         NoticeMessage(group=9, rank=1, seq=1, payload=b""),
     ],
 )
-def test_a_rank_that_breaks_the_rules_is_dropped_and_counts_as_lost(message):
+def test_protocol_violation_counts_as_loss(message):
     net, (a, b, _) = meet(3)
     b.send(message)
     net.run()
@@ -667,7 +667,7 @@ def test_a_rank_that_breaks_the_rules_is_dropped_and_counts_as_lost(message):
     assert [(gone.rank, gone.left) for gone in a.got(Gone)] == [(1, False)]
 
 
-def test_two_parts_for_one_gather_break_the_rules():
+def test_two_parts_for_one_gather_are_a_violation():
     net, (_, b) = meet(2)
     _gather(b, b"1")
     _gather(b, b"2")
@@ -758,12 +758,12 @@ def test_every_state_of_a_table_can_be_reached(table, states, starts):
     assert reached == set(states)
 
 
-def test_an_unexpected_word_is_a_protocol_error():
+def test_unexpected_event_is_a_protocol_error():
     with pytest.raises(ProtocolError, match=r"Welcome is not expected while the state is HELLO"):
         advance(MEMBER_TRANSITIONS, MemberState.HELLO, "Welcome")
 
 
-def test_a_command_in_the_wrong_state_is_refused():
+def test_command_in_the_wrong_state_is_rejected():
     machine = MemberMachine(secret=SECRET, rank=0, nranks=2, nonce=nonce(1))
     with pytest.raises(ProtocolError):
         machine.handle(
@@ -782,7 +782,7 @@ def test_a_command_in_the_wrong_state_is_refused():
         (range(0, 100, 2), "ranks " + ", ".join(str(r) for r in range(0, 46, 2)) + " and 27 more"),
     ],
 )
-def test_ranks_are_named_briefly(ranks, text):
+def test_format_ranks(ranks, text):
     assert format_ranks(list(ranks)) == text
 
 

@@ -112,7 +112,7 @@ def test_a_frame_that_is_too_long_is_not_sent():
         framing.encode_frame(bytes(framing.MAX_FRAME_BYTES + 1))
 
 
-def test_a_list_that_lies_about_its_length_is_refused_before_it_is_built():
+def test_false_list_length_is_rejected_early():
     body = bytes([Welcome.KIND]) + struct.pack(">I", 0) + struct.pack(">I", 2**31)
     with pytest.raises(ProtocolError, match="longer than its message"):
         framing.decode(body, TO_MEMBER)
@@ -146,7 +146,7 @@ def test_text_is_utf8_and_a_flag_is_a_bit():
         framing.decode(body[:-21] + b"\x02" + body[-20:], TO_HUB)
 
 
-def test_a_number_that_does_not_fit_its_field_is_the_senders_fault():
+def test_number_out_of_range_is_rejected_by_the_sender():
     with pytest.raises(InvalidUsage, match="cannot encode"):
         framing.encode(NoticeMessage(group=-1, rank=0, seq=0, payload=b""))
 
