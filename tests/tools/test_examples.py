@@ -85,7 +85,12 @@ def _commands() -> list[str]:
     lines = [
         line
         for text in texts
-        for line in re.findall(rf"^(?:    +|\$ )?{prefix}\bmiraccl ([a-z].*)$", text, re.MULTILINE)
+        for line in re.findall(
+            # not the output of a command, which begins with "miraccl run: "
+            rf"^(?:    +|\$ )?{prefix}\bmiraccl ([a-z]+(?![\w]*:).*)$",
+            text,
+            re.MULTILINE,
+        )
     ]
     found = [re.split(r"[|>]", part)[0] for line in lines for part in line.split("; miraccl ")]
     inline = [
@@ -109,7 +114,7 @@ def test_a_command_is_understood_as_printed(
         [_PLACEHOLDERS.get(word, word) for word in shlex.split(command)],
     )
     found: click.Command = cli.cli
-    while isinstance(found, click.Group) and words:
+    while isinstance(found, click.Group) and words and not words[0].startswith("-"):
         _, inner, words = found.resolve_command(context, words)
         assert inner is not None
         found = inner
