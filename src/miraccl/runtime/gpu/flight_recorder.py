@@ -225,7 +225,7 @@ class RecorderSnapshot:
         return None
 
 
-class MemoryRegions(Protocol):
+class RegionAddresses(Protocol):
     """Addresses of a rank's memory and its peers'.
 
     Implemented by ``transport.cuda_p2p.SymmetricMemory`` and ``executor.cuda.lower.CommArgs``.
@@ -287,7 +287,7 @@ class ProgressHeader:
         )
 
 
-def read_progress_header(gpu: Gpu, regions: MemoryRegions) -> ProgressHeader:
+def read_progress_header(gpu: Gpu, regions: RegionAddresses) -> ProgressHeader:
     """Read the header with which ``read_snapshot`` begins."""
     content = gpu.read(regions.own, _HEADER_BYTES)
     return ProgressHeader(_STATE_WORDS.unpack_from(content, layout.STATE_OFFSET), content)
@@ -298,7 +298,7 @@ def read_word(gpu: Gpu, address: int) -> int:
 
 
 def read_snapshot(
-    gpu: Gpu, regions: MemoryRegions, head: ProgressHeader | None = None
+    gpu: Gpu, regions: RegionAddresses, head: ProgressHeader | None = None
 ) -> RecorderSnapshot:
     """Read the op logs of this rank and all peers; ``head`` if it was read before."""
     head = head or read_progress_header(gpu, regions)

@@ -21,7 +21,7 @@ from miraccl.runtime.gpu.flight_recorder import (
     ENTRY_BYTES,
     NUMBER_RANGE,
     WAIT_FAILED_OFFSET,
-    MemoryRegions,
+    RegionAddresses,
     is_after,
     latest,
     read_progress_header,
@@ -50,7 +50,7 @@ class PendingLaunch:
     awaited: tuple[int, ...]
 
 
-def read_pending_launch(gpu: Gpu, regions: MemoryRegions) -> PendingLaunch | None:
+def read_pending_launch(gpu: Gpu, regions: RegionAddresses) -> PendingLaunch | None:
     """Return the launch that waits for ranks which have not started it, or None."""
     head = read_progress_header(gpu, regions)
     number, signature = head.last_begun
@@ -99,7 +99,7 @@ class PendingMessageWait:
     holds: int
 
 
-def read_pending_waits(gpu: Gpu, regions: MemoryRegions) -> list[PendingMessageWait]:
+def read_pending_waits(gpu: Gpu, regions: RegionAddresses) -> list[PendingMessageWait]:
     """Return the long waits of this rank's current message launch."""
     nranks = len(regions.inboxes)
     if read_word(gpu, regions.own + WAIT_FAILED_OFFSET):
@@ -118,7 +118,7 @@ def read_pending_waits(gpu: Gpu, regions: MemoryRegions) -> list[PendingMessageW
     return found
 
 
-def _is_satisfied(gpu: Gpu, regions: MemoryRegions, peer: int, kind: int, count: int) -> bool:
+def _is_satisfied(gpu: Gpu, regions: RegionAddresses, peer: int, kind: int, count: int) -> bool:
     """Return True if a wait for ``peer`` has got what it waits for."""
     if kind == _NEED_BULK:
         granted = (
@@ -155,7 +155,7 @@ class MessageCounts:
     large_received: tuple[int, ...]
 
 
-def read_message_counts(gpu: Gpu, regions: MemoryRegions) -> MessageCounts:
+def read_message_counts(gpu: Gpu, regions: RegionAddresses) -> MessageCounts:
     """Read this rank's message counts."""
     nqueues = layout.message_warp_queues(len(regions.inboxes))
     sent, received, large = [], [], []

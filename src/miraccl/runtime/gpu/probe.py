@@ -17,8 +17,8 @@ from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.executor.cuda.source import Framing
 from miraccl.ops.arguments import resolve_operator
 from miraccl.runtime.gpu.flight_recorder import (
-    MemoryRegions,
     RecorderSnapshot,
+    RegionAddresses,
     read_progress_header,
     read_snapshot,
 )
@@ -49,7 +49,7 @@ class DeviceProbe:
     def __init__(
         self,
         gpu: Gpu,
-        regions: MemoryRegions,
+        regions: RegionAddresses,
         launches: Callable[[], Iterable[tuple[tuple[Any, ...], LaunchRecord]]],
     ) -> None:
         self._gpu, self._regions, self._launches = gpu, regions, launches

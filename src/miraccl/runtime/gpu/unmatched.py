@@ -15,7 +15,7 @@ import struct
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.source import Framing
-from miraccl.runtime.gpu.flight_recorder import MemoryRegions, RecorderSnapshot
+from miraccl.runtime.gpu.flight_recorder import RecorderSnapshot, RegionAddresses
 
 _COUNT = struct.Struct("<Q")
 _ROW = struct.Struct("<IIII")
@@ -36,7 +36,7 @@ def message_tag(packets: bytes, frame: Framing, row: int) -> int | None:
 
 
 def find_unmatched(
-    gpu: Gpu, regions: MemoryRegions, frame: Framing, snapshot: RecorderSnapshot
+    gpu: Gpu, regions: RegionAddresses, frame: Framing, snapshot: RecorderSnapshot
 ) -> tuple[int, int] | None:
     """Return (peer, signature) of an unmatched message, or None; signature 0 if it is unknown.
 

@@ -24,7 +24,7 @@ from miraccl.runtime.core_access import CoreAccess
 from miraccl.runtime.engine_errors import SEND_RECV
 from miraccl.runtime.multinode.node_layout import NodeLayout
 from miraccl.runtime.multinode.segments import StagedSegment
-from miraccl.runtime.multinode.staging import PinnedSlots, PreparedOp
+from miraccl.runtime.multinode.staging import PinnedSlots, PreparedSegment
 from miraccl.runtime.multinode.streams import (
     StagingStreams,
     StreamOperation,
@@ -291,7 +291,7 @@ class MessageNetwork:
         self._streams, self._rounds, self._slots, self._kind = streams, rounds, slots, kind
         self._prepared: dict[tuple[int, bool, tuple[StagedMessage, ...]], MessageOperation] = {}
 
-    def prepare(self, segment: StagedSegment, number: int, slot: int) -> PreparedOp:
+    def prepare(self, segment: StagedSegment, number: int, slot: int) -> PreparedSegment:
         key = slot, self._kind is not None and number == 0, self._rounds[number].messages
         if key not in self._prepared:
             base = self._slots.address + slot * self._slots.nbytes

@@ -13,7 +13,7 @@ import numpy as np
 
 from miraccl.runtime.multinode.direct import DirectOperation, DirectStreams
 from miraccl.runtime.multinode.segments import StagedSegment, StagedShape
-from miraccl.runtime.multinode.staging import PinnedSlots, PreparedOp, SegmentNetwork
+from miraccl.runtime.multinode.staging import PinnedSlots, PreparedSegment, SegmentNetwork
 from miraccl.types import Collective, DType, RedOp
 
 if TYPE_CHECKING:
@@ -87,9 +87,9 @@ class StagedCollective:
             slots,
         )
         self._direct = direct
-        self._prepared: dict[tuple[object, ...], PreparedOp] = {}
+        self._prepared: dict[tuple[object, ...], PreparedSegment] = {}
 
-    def prepare(self, segment: StagedSegment, number: int, slot: int) -> PreparedOp | None:
+    def prepare(self, segment: StagedSegment, number: int, slot: int) -> PreparedSegment | None:
         """Return the prepared operation; None for uneven blocks.
 
         Segments of equal size share one operation per slot.
@@ -101,14 +101,14 @@ class StagedCollective:
             self._prepared[key] = self._make(segment, number, slot)
         return self._prepared[key]
 
-    def _make(self, segment: StagedSegment, number: int, slot: int) -> PreparedOp:
+    def _make(self, segment: StagedSegment, number: int, slot: int) -> PreparedSegment:
         if self._direct:
             streams = self._direct[number % len(self._direct)]
             if streams.accepts(self._shape, segment, self._op):
                 return DirectOperation(
                     streams, self._shape, self._dtype, self._op, *self._arrays(segment, slot)
                 )
-        prepared: PreparedOp = _prepare(
+        prepared: PreparedSegment = _prepare(
             self._communicator(number), self._shape, *self._arrays(segment, slot), self._op
         )
         return prepared

@@ -57,7 +57,7 @@ class PinnedSlots:
             self._gpu.unpin(self.address)
 
 
-class PreparedOp(Protocol):
+class PreparedSegment(Protocol):
     """Checked and planned operation (``runtime.persistent``); a call runs it."""
 
     def __call__(self) -> Any: ...
@@ -70,7 +70,7 @@ class SegmentNetwork(Protocol):
 
     def run(self, segment: StagedSegment, number: int, slot: int) -> None: ...
 
-    def prepare(self, segment: StagedSegment, number: int, slot: int) -> PreparedOp | None:
+    def prepare(self, segment: StagedSegment, number: int, slot: int) -> PreparedSegment | None:
         """Return an operation that the staging loop can start without Python, or None."""
 
 
@@ -121,7 +121,7 @@ class StagedJob:
         """Return True if no kernel of the node runs before a segment is answered."""
         return not self.concurrent and not self.before and (segment == 0 or not self.after)
 
-    def prepared(self, segment: int) -> PreparedOp | None:
+    def prepared(self, segment: int) -> PreparedSegment | None:
         """Return the operation that the staging loop starts for a segment, if any."""
         return self._prepared[segment]
 

@@ -124,7 +124,7 @@ class StagingStreams:
 
 
 class StreamOperation:
-    """Operation on streams (``staging.PreparedOp``); ``kernel``: its compiled function."""
+    """Operation on streams (``staging.PreparedSegment``); ``kernel``: its compiled function."""
 
     kernel: str
 
