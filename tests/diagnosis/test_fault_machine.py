@@ -104,6 +104,16 @@ def test_closed_machine_does_nothing() -> None:
     assert machine.fault is None
 
 
+def test_reported_fault_stays_reported_after_close() -> None:
+    """The end of a communicator must not report it a second time."""
+    machine = FaultMachine()
+    machine.handle(FaultFound(error=TIMEOUT, origin=Origin.ENGINE))
+    machine.handle(Raised())
+    machine.handle(Closed())
+    assert machine.reported
+    assert machine.unreported(already_reported=False, stopped=True) is None
+
+
 @pytest.mark.parametrize(
     ("event", "already_reported", "stopped", "unreported"),
     [

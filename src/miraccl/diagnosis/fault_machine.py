@@ -136,6 +136,7 @@ class FaultMachine:
         fault: The fault, also before ``Publish`` is done.
         origin: Finder of the fault.
         found_by_engine: The engine has reported an error, as the fault or too late to be it.
+        reported: A call has raised the fault; stays true once the communicator is closed.
     """
 
     def __init__(self, log: list[Any] | None = None) -> None:
@@ -143,6 +144,7 @@ class FaultMachine:
         self.fault: MiracclError | None = None
         self.origin: Origin | None = None
         self.found_by_engine = False
+        self.reported = False
         self._has_root_cause = False
         self._log = log
 
@@ -166,6 +168,7 @@ class FaultMachine:
             self._set(event.error, Origin.ENGINE, "final mismatch")
             self.found_by_engine = True
             return [Publish(error=event.error)]
+        self.reported |= isinstance(event, Raised)
         self._advance("raised" if isinstance(event, Raised) else "close")
         return []
 
@@ -203,7 +206,7 @@ class FaultMachine:
         (``already_reported``), a mismatch found by a peer, or any fault of a peer that has ended a
         wait of this rank without what it waited for (``stopped``).
         """
-        if self.fault is None or self.state is FaultState.REPORTED:
+        if self.fault is None or self.reported:
             return None
         void = self.found_by_engine or (
             self.origin is Origin.PEER
@@ -217,6 +220,8 @@ class FaultMachine:
         assert (self.fault is None) == (self.origin is None)
         if self.state in (FaultState.BROKEN, FaultState.REPORTED):
             assert self.fault is not None
+        if self.state is not FaultState.CLOSED:
+            assert self.reported == (self.state is FaultState.REPORTED)
         if self.state is FaultState.HEALTHY:
             assert self.fault is None
             assert not self.found_by_engine

@@ -21,7 +21,6 @@ from miraccl.diagnosis.fault_machine import (
     FaultFound,
     FaultMachine,
     FaultReceived,
-    FaultState,
     Input,
     NotifyPeers,
     Origin,
@@ -76,7 +75,7 @@ class CommunicatorFaults(abc.ABC):
     @property
     def reported(self) -> bool:
         """True once a call has raised the fault."""
-        return self._machine.state is FaultState.REPORTED
+        return self._machine.reported
 
     def handle(self, event: Input) -> MiracclError | None:
         """Pass an input to the machine and do what follows; return the fault, if there is one.
