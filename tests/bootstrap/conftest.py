@@ -28,9 +28,7 @@ def spawn() -> Iterator[Callable[[Callable[[Connection], None]], Child]]:
 
 @pytest.fixture
 def patience_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Deadline]:
-    """Makes deadlines of ranks that the hub counts from when it has heard of them, however late a
-    rank comes to it.
-    """
+    """Make deadlines count from the moment the hub receives a rank's Join, however late that is."""
     original = join._join
     monkeypatch.setattr(
         join,

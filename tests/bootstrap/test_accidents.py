@@ -1,6 +1,4 @@
-"""Whatever call into the system fails while ranks meet: they meet all the same, or are told why in
-time, and nothing is left open.
-"""
+"""Fault injection in every system call during the rendezvous: the ranks join, or learn why not."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def _job(unique_id: UniqueId, patience: float = PATIENCE / 2) -> list[object]:
-    """What two ranks get of a small job: "done", or an error."""
+    """Return the results of two ranks of a small job: "done", or an error."""
 
     def rank(number: int) -> str:
         with connect(unique_id, number, 2, patience, session_timeout=patience) as session:
@@ -207,8 +205,9 @@ def test_hub_that_always_hangs_up_ends_at_the_deadline(fickle_hub, nothing_is_le
 
 @contextlib.contextmanager
 def cutting(unique_id: UniqueId, frame: int, only_for_rank: bool = False) -> Iterator[UniqueId]:
-    """Another way to the hub. Where it would pass this frame of the hub's on, its first connection
-    is cut, on both sides or the rank's.
+    """Proxy in front of the hub that cuts its first connection at a frame of the hub.
+
+    On both sides, or on the rank's side only.
     """
     ends: list[socket.socket] = []
 

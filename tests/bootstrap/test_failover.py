@@ -113,7 +113,7 @@ def by_port(port: int) -> Join:
 
 
 def hub_in_rank_0(unique_id: UniqueId) -> Join:
-    """As with ``get_unique_id`` in rank 0."""
+    """Return the join function for a hub in rank 0, like that of ``get_unique_id``."""
 
     def join(rank: int) -> LinkSession:
         host, port = unique_id.addresses[0]

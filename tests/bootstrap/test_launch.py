@@ -515,7 +515,7 @@ def test_ranks_meet_at_a_free_master_port(host):
 
 @pytest.mark.parametrize("answer", [None, b"", b"\0" * 100], ids=["silent", "hangs up", "garbage"])
 def test_ranks_meet_next_to_an_occupied_master_port(answer):
-    """As under torchrun, whose own store listens at MASTER_PORT."""
+    """torchrun's own store listens at MASTER_PORT."""
     from tests.bootstrap.test_strangers import odd_service
 
     with odd_service(answer) as port:
@@ -559,8 +559,8 @@ def test_two_jobs_of_one_master_port_do_not_mix():
 
 
 def test_earlier_job_of_the_same_port_is_skipped():
-    """The same command again while the first job still runs: the second meets at the next port,
-    whoever comes first.
+    """The same command runs again while the first job still runs: the second job uses the next
+    port.
     """
     environs = _ranks(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     first = _meet_all(environs)
@@ -577,7 +577,7 @@ def test_earlier_job_of_the_same_port_is_skipped():
 
 
 def test_rank_0_reports_the_taken_port():
-    """As of two ranks 0, each of which waits at a port of its own."""
+    """Two ranks 0 each wait at a port of their own."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         first = _ranks(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))[0]

@@ -1,6 +1,4 @@
-"""Ranks as real processes that are killed, leave, are stopped, fork, or end in the usual ways of an
-interpreter.
-"""
+"""Processes that die, exit, stop or fork, at the rendezvous and later."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ def _from_children(
 
 
 def _hub_in_child(nranks: int) -> Callable[[Connection], None]:
-    """Rank 0 and the hub in one process, as ``get_unique_id`` and rank 0 usually are; it tells its
-    id first.
-    """
+    """Return a child that starts a hub, sends its id and is rank 0."""
 
     def main(pipe: Connection) -> None:
         unique_id, _root = create_hub(hosts=["127.0.0.1"])
@@ -158,8 +154,8 @@ def test_death_of_the_hub_is_the_loss_of_rank_0(spawn):
 
 
 def test_hub_that_exits_has_sent_everything(spawn):
-    """As a rank that calls ``os._exit`` at the end of a collective start: the others have their
-    result, too.
+    """A rank that calls ``os._exit`` after a collective start: the others have their result as
+    well.
     """
     nranks, secret = 8, b"s" * 32
 

@@ -94,8 +94,9 @@ def test_ranks_join_in_any_order():
 
 @pytest.mark.parametrize("moment", ["before the link", "as soon as the link has it"])
 def test_hub_that_hangs_up_at_once_is_retried(monkeypatch, moment):
-    """As the hub of the port's last job does: the link's watcher may have closed the socket before
-    the first word was sent.
+    """The hub of the port's last job does so; the watcher may have closed the socket before the
+    first
+    message is sent.
     """
     hung_up: list[socket.socket] = []
 
@@ -125,8 +126,9 @@ def test_hub_that_hangs_up_at_once_is_retried(monkeypatch, moment):
 
 
 def test_connection_reset_at_once_is_retried(monkeypatch):
-    """As by a process that gives its port up with the connection still in the queue: the kernel
-    says connected, and then has no peer.
+    """A process closes its port with the connection still queued: the kernel reports it as
+    connected,
+    then without a peer.
     """
     taken = socket.create_server(("127.0.0.1", 0))
     address = taken.getsockname()

@@ -1,4 +1,4 @@
-"""Where a thread is, in terms of the user's program."""
+"""Locations of threads in terms of the application."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.bootstrap.kit import PATIENCE, until
 
 
 def _place_of(call: Callable[[Any], None]) -> dict[str, object]:
-    """Where a thread is while ``call(event)`` waits for the event."""
+    """Return the location of a thread while ``call(event)`` waits for the event."""
     started, go = threading.Event(), threading.Event()
 
     class Signal(threading.Event):
@@ -50,7 +50,7 @@ def test_location_of_an_application_thread():
 
 
 def _settled(thread: threading.Thread, function: str) -> dict[str, object]:
-    """Where a thread is that has come to wait in ``function``."""
+    """Return the location of a thread that waits in ``function``."""
 
     def has_come() -> bool:
         frame = sys._current_frames().get(thread.ident or 0)
@@ -143,9 +143,7 @@ def test_location_of_a_thread_in_a_library():
     "folder", [*site.getsitepackages(), site.getusersitepackages(), "/a/source/tree"]
 )
 def test_libraries_in_any_folder(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the user, and of the system where a virtual environment sees these, and any that is
-    added.
-    """
+    """Libraries of the user, and of the system where a virtual environment sees them."""
     monkeypatch.setattr(stacks_module, "_LIBRARIES", [*stacks_module._LIBRARIES])
     if folder.startswith("/a"):
         add_library(folder)

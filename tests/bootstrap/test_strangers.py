@@ -1,4 +1,4 @@
-"""Whoever else connects to the hub costs nothing and delays nobody."""
+"""Unauthenticated connections at the hub: floods, garbage, other services."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of the failure tests run; each returns what it saw."""
+"""Rank functions of the failure tests; each returns the error it saw."""
 
 from __future__ import annotations
 
@@ -486,7 +486,7 @@ def dies_for_one_that_leaves() -> Any:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether there is no memory of a process any more."""
+    """Return True once the memory of a process is gone."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] in "ZX"

@@ -1,6 +1,4 @@
-"""What every rank sees when something goes wrong: named errors on all of them, in bounded time, and
-nothing left behind.
-"""
+"""Errors on every rank after a failure: named, in bounded time, with nothing left behind."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def _nothing_left_behind() -> Any:
 
 
 def values(outcomes: list[RankOutcome], but: int | None = None) -> list[dict[str, Any]]:
-    """What the ranks returned; ``but`` is the one that died."""
+    """Return the results of the ranks; ``but`` is the rank that died."""
     for outcome in outcomes:
         assert outcome.rank == but or outcome.ok, (
             f"{outcome.describe()}\n{outcome.error}\n{outcome.output}"

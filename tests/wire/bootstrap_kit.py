@@ -53,7 +53,7 @@ def a_join(rank: int, timeout: float = 10.0, pid: int | None = None) -> Join:
 
 
 class Member:
-    """One end: machine, bytes on their way to it, and what it told the layer above."""
+    """One member: its machine, bytes in flight to it, and the messages that it passed up."""
 
     def __init__(
         self,

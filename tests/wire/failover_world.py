@@ -270,7 +270,7 @@ class FailoverWorld:
     # --- the test's hand ---
 
     def run(self, *, probes: bool = True) -> None:
-        """Move bytes and act until nothing happens any more."""
+        """Move bytes and act until nothing is left to do."""
         moved = True
         while moved:
             moved = False
@@ -312,7 +312,7 @@ class FailoverWorld:
         self.run()
 
     def kill(self, *ranks: int) -> None:
-        """End processes; nobody notices before ``run``."""
+        """End processes; the others notice in ``run``."""
         for rank in ranks:
             self.ranks[rank].alive = False
         for rank in ranks:

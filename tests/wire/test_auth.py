@@ -1,6 +1,4 @@
-"""Proofs and seals: only who knows the secret gets in, and nobody alters, repeats, drops or
-reorders a frame unseen.
-"""
+"""Proofs, keys and sealed frames."""
 
 from __future__ import annotations
 

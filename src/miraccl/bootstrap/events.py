@@ -21,7 +21,7 @@ class PeerLost:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerLeft:
-    """A rank closed its session or its interpreter ended in an orderly way."""
+    """A rank closed its session, or its interpreter exited in good order."""
 
     rank: int
     reason: str

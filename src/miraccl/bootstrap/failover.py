@@ -85,7 +85,7 @@ class FailoverLink(Protocol):
 class Failover:
     """One failover, from the loss of a hub until the control plane has resumed.
 
-    ``lost``: the loss. ``rejoin_by``: time until which the hub that this rank has come to has to
+    ``lost``: the loss. ``rejoin_by``: time until which the hub that this rank has joined has to
     resume. ``reason``: why there is no successor, once ``run`` has returned None.
     """
 

@@ -80,7 +80,7 @@ class _Connection:
 
 @dataclass(kw_only=True, eq=False)
 class _Probe:
-    """A connection to a standby port, which tells whether a process lives."""
+    """A connection to a standby port, which shows whether a process lives."""
 
     rank: int
     sock: socket.socket

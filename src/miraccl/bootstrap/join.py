@@ -279,7 +279,7 @@ def _join(
     """Return the ``Join`` of this rank.
 
     It announces the address that leads to the hub, or to the hub's own network. Raises
-    ``HubDisconnected`` if the connection has no other end any more.
+    ``HubDisconnected`` if the peer has closed the connection.
     """
     try:
         names = sock.getsockname(), sock.getpeername()

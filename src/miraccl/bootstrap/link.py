@@ -265,7 +265,7 @@ class SocketLink(ControlLink):
     # --- loss of the hub ---
 
     def _lost_hub(self, output: HubLost) -> None:
-        """Note the loss; the watcher then looks for the successor. Needs the lock."""
+        """Record the loss; the watcher then searches for the successor. Needs the lock."""
         self._hub_lost = output
         self._cond.notify_all()
         if self.membership is None or self._closed:

@@ -69,7 +69,7 @@ class FaultReceived:
 
 @dataclass(frozen=True, kw_only=True)
 class FinalMismatch:
-    """All ranks have come to the end, and every one finds that operations did not match."""
+    """All ranks are in ``finalize``, and each finds that operations did not match."""
 
     error: MiracclError
 

@@ -64,7 +64,7 @@ class CommunicatorFaults(abc.ABC):
         return error
 
     def _ignores(self, event: Event) -> bool:
-        """Return True if an event does not concern this rank any more."""
+        """Return True if an event does not concern this rank now."""
         return False
 
     def _peer_left(self, rank: int, reason: str) -> None:  # noqa: B027  # optional

@@ -26,7 +26,9 @@ class StreamStateProvider(Protocol):
 
     @property
     def session(self) -> Session | None:
-        """As ``WaitStateProvider.session``; it contains every rank the stream can wait for."""
+        """Session over which the peers can be queried; it contains every rank the stream can wait
+        for.
+        """
 
     @property
     def needs_probe(self) -> bool:

@@ -179,8 +179,8 @@ class WaitForCredit(PeerWait):
 class WaitForPackets(PeerWait):
     """A kernel waits until a counter of its peer reaches ``number``.
 
-    ``counter``: name of the counter in ``RankProgress``; only the peer can tell whether it will
-    grow (``executor/cuda/source/p2p.cuh``). ``suspended``: bit mask of the ranks whose packets the
+    ``counter``: name of the counter in ``RankProgress``; only the peer knows whether it will grow
+    (``executor/cuda/source/p2p.cuh``). ``suspended``: bit mask of the ranks whose packets the
     waiting launch does not serve until this wait ends.
     """
 

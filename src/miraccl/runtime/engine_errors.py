@@ -53,7 +53,7 @@ Statuses = Mapping[int, dict[str, Any]]
 class EngineErrors:
     """Makes the errors of one communicator.
 
-    ``left``: reason by rank of the peers that have left, kept up to date by the caller.
+    ``left``: reason by rank of the peers that have left, which the caller updates.
     """
 
     def __init__(

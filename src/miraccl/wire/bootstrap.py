@@ -187,7 +187,7 @@ class Tick:
 
 @dataclass(frozen=True, kw_only=True)
 class RankDead:
-    """Input of a successor: the process of a rank that has not rejoined does not exist any more."""
+    """Input of a successor: the process of a rank that has not rejoined has ended."""
 
     now: float
     rank: int

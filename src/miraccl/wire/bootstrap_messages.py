@@ -197,7 +197,7 @@ class StatusQuery:
 class StatusReply:
     """Reply to a status query.
 
-    ``rank``: the querying rank on the way to the hub, the replying rank on the way from it.
+    ``rank``: the querying rank when sent to the hub, the replying rank when sent by it.
     """
 
     group: int
@@ -258,7 +258,7 @@ class HubClosing:
 
 @dataclass(frozen=True, kw_only=True)
 class Rejoin:
-    """A rank of a formed job comes to the successor of its hub.
+    """A rank of a formed job joins the successor of its hub.
 
     ``token``: that of its ``Join``. ``gone``, ``left``, ``reasons``: the ranks that it knows to be
     gone, whether each of them left in good order, and why.
