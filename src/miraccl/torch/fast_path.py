@@ -316,7 +316,7 @@ class FastPathCollectives(Collectives):
         Args:
             sends: Pairs of destination rank and tensor.
             receives: Pairs of source rank and tensor.
-            root: HubServer of a rooted collective.
+            root: Root of a rooted collective.
             share: Of a rooted collective, the tensor that each rank contributes or receives.
         """
         outgoing, incoming = list(sends), list(receives)
