@@ -581,7 +581,7 @@ def test_only_common_calls_take_the_fast_path(group: Any, monkeypatch: pytest.Mo
         )
 
     monkeypatch.setattr(fast_path, "is_plain_gpu_tensor", ordinary)
-    monkeypatch.setattr(group, "_start", lambda *_: "staged")
+    monkeypatch.setattr(group, "_start", lambda *_, **_named: "staged")
     real, recorded = group.communicator, _RecordingComm()
     monkeypatch.setattr(group, "communicator", recorded)
     x, out, bools = torch.arange(6.0), torch.zeros(6), torch.zeros(6, dtype=torch.bool)
@@ -648,7 +648,7 @@ def test_lists_of_plain_tensors_are_not_staged(group: Any, monkeypatch: pytest.M
         "is_plain_gpu_tensor",
         lambda tensor, ordinal: tensor.is_contiguous() and tensor.dtype in tensors.NATIVE,
     )
-    monkeypatch.setattr(group, "_start", lambda name, *_: staged.append(name))
+    monkeypatch.setattr(group, "_start", lambda name, *_, **_named: staged.append(name))
     recorded: list[Any] = []  # to the GPU side, which is not there
     monkeypatch.setattr(fast_path, "mark_collective", lambda comm, *what: recorded.append(what))
     x, gather = torch.arange(6.0).reshape(2, 3), c10d.AllgatherOptions()
