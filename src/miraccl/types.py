@@ -120,7 +120,7 @@ class PreMulSum:
     """
 
     scalar: float
-    _sign: float = field(init=False, repr=False)  # 1.0 or -1.0; tells 0.0 from -0.0
+    _sign: float = field(init=False, repr=False)  # 1.0 or -1.0; distinguishes 0.0 from -0.0
 
     def __post_init__(self) -> None:
         given: Any = self.scalar

@@ -363,7 +363,7 @@ def test_too_long_message_is_rejected_alone(monkeypatch):
 
 @pytest.fixture
 def silent_names(monkeypatch):
-    """A name service that does not answer before the test is over; the names that it was asked for."""
+    """A name service that does not answer during the test; yields the queried names."""
     over, asked, numeric = threading.Event(), [], socket.getaddrinfo
 
     def getaddrinfo(host, *args, **kwargs):

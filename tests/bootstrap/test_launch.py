@@ -1,4 +1,4 @@
-"""Launch detection for every launcher, and meetings at a port, at an occupied port and by a file."""
+"""Launch detection for every launcher; rendezvous at a free and a used port, and by a file."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ _A, _B = f"mcbs{os.getpid()}a", f"mcbs{os.getpid()}b"
 #: does.
 _RANK = """
 import json, os, sys
-from miraccl.bootstrap import PeerLeft, PeerLost, create_hub, connect, detect_launch, join_launch, UniqueId
+from miraccl.bootstrap import PeerLeft, PeerLost, UniqueId
+from miraccl.bootstrap import connect, create_hub, detect_launch, join_launch
 def tell(**fields): print(json.dumps(fields), flush=True)
 if os.environ.get("TEST_ROOT"):
     unique_id, root = create_hub()
@@ -37,7 +38,8 @@ except Exception as error:
     tell(error=type(error).__name__, text=str(error))
     sys.exit(0)
 session.on_event(lambda event: tell(event=type(event).__name__, rank=getattr(event, "rank", None)))
-tell(addresses=session.addresses, hosts=len(set(session.hosts)), parts=[p.decode() for p in session.all_gather(b"r%d" % session.rank, "x")])
+parts = [p.decode() for p in session.all_gather(b"r%d" % session.rank, "x")]
+tell(addresses=session.addresses, hosts=len(set(session.hosts)), parts=parts)
 sys.stdin.read()
 session.close()
 """

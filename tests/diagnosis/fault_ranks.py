@@ -524,7 +524,7 @@ def exits(how: str, ranks_per_host: int) -> Any:
             comm.all_reduce(np.ones(5))
         if (
             how == "finalize"
-            # else who is through may find that rank 1 has left, and end the operation of the other one
+            # otherwise a finished rank may see rank 1 leave and end the other one's operation
         ):
             other = 2 - comm.rank
             comm.sendrecv(np.ones(5), other, np.ones(5), other)

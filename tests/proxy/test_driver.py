@@ -92,7 +92,7 @@ def frames(*numbers):
 
 
 def test_cts_beyond_the_tail_that_was_read_is_found_at_the_next_scan(desk):
-    """The executor consumes all messages and posts a CTS between the driver's read of the tail and of
+    """Consume all messages and post a CTS between the driver's read of the tail and of
     the CTS."""
     desk.there.sendall(frames(*range(NSLOTS)))
     desk.advance()

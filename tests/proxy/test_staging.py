@@ -296,11 +296,13 @@ def test_the_thread_answers_and_ends(codes: list[int] | None) -> None:
 
 
 def test_the_thread_ends_with_its_process() -> None:
-    """Before anything that was registered earlier: what takes the flags away, say."""
+    """The thread ends before exit handlers that were registered earlier and may free the flags."""
     code = (
-        "import atexit, numpy as np; from miraccl.proxy import staging; words = np.zeros(64, np.int64); staging.EXIT_WAIT_S = 20.0;"
+        "import atexit, numpy as np; from miraccl.proxy import staging;"
+        "words = np.zeros(64, np.int64); staging.EXIT_WAIT_S = 20.0;"
         "proxy = staging.StagingThread(words.ctypes.data, 1, on_fault=print);"
-        "atexit.register(lambda: print('alive' if proxy._thread.is_alive() else 'ended')); proxy.start('test')"
+        "atexit.register(lambda: print('alive' if proxy._thread.is_alive() else 'ended'));"
+        "proxy.start('test')"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False

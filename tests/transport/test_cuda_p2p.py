@@ -116,7 +116,7 @@ def test_no_mapping_is_an_error_that_names_the_pair_on_every_rank() -> None:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    monkeypatch.setattr(driver, "bindings", driver.bindings)  # type: ignore[attr-defined]  # put back what install replaces
+    monkeypatch.setattr(driver, "bindings", driver.bindings)  # type: ignore[attr-defined]
     return FakeCuda().install()
 
 

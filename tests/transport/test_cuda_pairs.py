@@ -238,9 +238,12 @@ def test_settings_take_nccls_names() -> None:
 def test_paths_of_gpus_from_a_topology_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     file = tmp_path / "topo.xml"
     file.write_text(
-        """<system version="1"><cpu numaid="0" arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="143">
-        <pci busid="0000:10:00.0" class="0x030200" link_speed="32.0 GT/s PCIe" link_width="16"><gpu dev="0" sm="90" rank="0"/></pci>
-        <pci busid="0000:20:00.0" class="0x030200" link_speed="32.0 GT/s PCIe" link_width="16"><gpu dev="1" sm="90" rank="1"/></pci>
+        """<system version="1">
+        <cpu numaid="0" arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="143">
+        <pci busid="0000:10:00.0" class="0x030200" link_speed="32.0 GT/s PCIe" link_width="16">
+        <gpu dev="0" sm="90" rank="0"/></pci>
+        <pci busid="0000:20:00.0" class="0x030200" link_speed="32.0 GT/s PCIe" link_width="16">
+        <gpu dev="1" sm="90" rank="1"/></pci>
         </cpu></system>"""
     )
     monkeypatch.setenv("MIRACCL_TOPO_FILE", str(file))

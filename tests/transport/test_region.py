@@ -36,7 +36,7 @@ class TestCudaWindow(RegionConformance):
 
     @pytest.fixture(autouse=True)
     def cuda(self, monkeypatch):
-        monkeypatch.setattr(driver, "bindings", driver.bindings)  # type: ignore[attr-defined]  # install replaces it
+        monkeypatch.setattr(driver, "bindings", driver.bindings)  # type: ignore[attr-defined]
         return FakeCuda().install()
 
     def build(self, nbytes: int) -> Exposed:

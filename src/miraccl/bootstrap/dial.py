@@ -1,7 +1,7 @@
 """Search for a job's hub among addresses.
 
 All addresses are tried at once and repeatedly until the deadline; the first that proves the secret
-wins. A port may be closed because rank 0 starts later, or taken by a service that is silent or
+wins. A port may be closed because rank 0 starts later, or used by a service that is silent or
 speaks another protocol. Each address has timers of its own, so none delays the others, and a member
 proves itself to exactly one hub.
 """
@@ -81,7 +81,8 @@ class Dialer:
     another service may listen there. ``not_before``: times before which socket addresses are not
     tried. ``give_up_after_refusals``: seconds in which every connection is refused, after which the
     search ends early. ``last_nonce``: nonce of a connection that was cut. ``poll`` is called at
-    least every ``interval`` seconds and may raise to end the search. Raises ``SystemFailure`` if the search cannot start.
+    least every ``interval`` seconds and may raise to end the search. Raises ``SystemFailure`` if it
+    cannot start.
     """
 
     def __init__(

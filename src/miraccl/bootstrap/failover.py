@@ -160,7 +160,7 @@ class Failover:
                 self.handle(Outcome.SILENT, f"no answer within {PROOF_SECONDS:g} s")
             else:
                 self.handle(Outcome.UNREACHABLE, error.message)
-        except MiracclError as error:  # another service has taken the port
+        except MiracclError as error:  # another service uses the port
             self.handle(Outcome.REFUSED, error.message)
         else:
             self.handle(Outcome.PROVED)

@@ -230,7 +230,8 @@ def choose_addresses(
         if names:
             have = ", ".join(i.name for i in interfaces if i.addresses) or "none"
             raise InvalidUsage(
-                f"cannot use {variable}={names!r}: no interface that is up and has an address matches; "
+                f"cannot use {variable}={names!r}: no interface that is up and has an "
+                f"address matches; "
                 f"available: {have}"
             )
         raise BootstrapError(

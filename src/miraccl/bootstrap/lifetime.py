@@ -36,7 +36,7 @@ hubs: weakref.WeakSet[StoppableHub] = weakref.WeakSet()
 def _close_at_exit() -> None:
     problem = getattr(
         sys, "last_value", None
-    )  # set by the interpreter when it shows an exception nobody caught
+    )  # set by the interpreter when it shows an uncaught exception
     reason = (
         f"its interpreter exited after {type(problem).__name__}: {problem}"
         if problem is not None

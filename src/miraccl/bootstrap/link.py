@@ -432,7 +432,8 @@ def _rejection_error(rejected: JoinRejected, rank: int) -> BootstrapError | Peer
             rejected.text,
             rank=rank,
             peer=peer,
-            hint="a new job needs an id or a port of its own, or all ranks of the last one to have left; "
+            hint="a new job needs an id or a port of its own, or all ranks of the last one "
+            "to have left; "
             "shrink() goes on without ranks that died",
         )
     if rejected.code == RejectCode.DUPLICATE:

@@ -1,9 +1,9 @@
 """Hand-over of a unique id between ranks of one user on one host, through a private file.
 
 For launchers that only number the ranks. The folder is 0700 and the file 0600, both owned by the
-user; anything else is rejected, since whoever can write the file could send ranks to a hub of their
-own. Rank 0 replaces the file atomically and removes it once all ranks have joined. A file that a
-crashed job left leads nowhere and is read again until the deadline.
+user; anything else is rejected, since a user who can write the file could send ranks to a hub of
+their own. Rank 0 replaces the file atomically and removes it once all ranks have joined. A file
+that a crashed job left leads nowhere and is read again until the deadline.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class DeadlockDetector:
                 _log.exception("the deadlock detector failed")
 
     def _probe_until_resolved(self, eventfd: int) -> None:
-        """Query the others until this process is no longer blocked or its waits have been failed."""
+        """Query the others until this process is no longer blocked or its waits have failed."""
         schedules: dict[str, _ProbeSchedule] = {}
         poll = select.poll()
         poll.register(eventfd, select.POLLIN)

@@ -18,8 +18,8 @@ def death_error(
 ) -> PeerDied:
     """Return the error that ``rank`` raises for a peer that died.
 
-    ``lost.rank`` -1: the control plane was lost, and there is no successor. ``global_ranks``: rank numbers to use in
-    the message, by rank of the session; default the same numbers.
+    ``lost.rank`` -1: the control plane was lost, and there is no successor. ``global_ranks``: rank
+    numbers to use in the message, by rank of the session; default the same numbers.
     """
     peer = lost.rank
     if global_ranks is not None and peer >= 0:

@@ -11,7 +11,7 @@ Rules:
   a staging thread, which cannot be asked at any time) that explains why a peer has left or aborted.
 - Peers are notified before anything of the fault is visible here: the application may exit at once.
 - Waits end before the fault is visible: an application that sees it and goes on to another
-  operation must find that none runs any more, or its peers would take that for a mismatch.
+  operation must find that none still runs, or its peers would report a mismatch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class FaultFound:
 
     ``root_cause``: it explains deaths, aborts and departures that may have been noticed first.
     ``counts_late``: it invalidates results even if another fault came first; an error that is only
-    a consequence of that fault does not. ``superseded``: the engine has reported an error that says more, which follows.
+    a consequence of that fault does not. ``superseded``: the engine has reported an error that says
+    more, which follows.
     """
 
     error: MiracclError

@@ -36,7 +36,7 @@ def compare_ops(entries: dict[int, tuple[int, int]]) -> str:
         for rank, (sig, count) in sorted(entries.items())
     }
     # The page's count is written after its signature, so it may be that of the operation before;
-    # the hash in the signature then still tells.
+    # the hash in the signature then still differs.
     return describe_differences(fields) or describe_differences(
         {rank: _fields(sig, -1) for rank, (sig, _) in sorted(entries.items())}
     )
@@ -114,9 +114,9 @@ def describe_differences(fields_of: dict[int, dict[str, str]]) -> str:
 
 
 def describe_diverged(statuses: dict[int, dict[str, Any]]) -> str:
-    """Describe control-plane operations that some ranks are in while others are elsewhere.
+    """Describe control-plane operations that some ranks are in while others are not.
 
-    ``statuses``: answers by rank. A rank is elsewhere if it waits for such a rank in another
+    ``statuses``: answers by rank. A rank is not in one if it waits for such a rank in another
     operation, of the control plane or not. Empty if there are none.
     """
     boards = {

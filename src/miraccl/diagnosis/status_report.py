@@ -23,8 +23,8 @@ ORDER_HINT = (
 def query_status(session: Session, left: Collection[int] = ()) -> dict[int, dict[str, Any]]:
     """Query the status of all ranks that are still there and not in ``left``.
 
-    Takes at most ``STATUS_TIMEOUT_S``, and ends ``STATUS_QUIET_S`` after the last reply. Answers by rank as ``Session.request_status`` gives them;
-    empty if the control plane is gone.
+    Takes at most ``STATUS_TIMEOUT_S``, and ends ``STATUS_QUIET_S`` after the last reply. Answers by
+    rank as ``Session.request_status`` gives them; empty if the control plane is gone.
     """
     with contextlib.suppress(MiracclError):
         return session.request_status(

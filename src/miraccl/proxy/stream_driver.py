@@ -1,7 +1,7 @@
 """Driver of a peer that is reached over TCP streams.
 
 It looks at memory (descriptors, CTS, tail), turns what it finds into events of
-``wire.proxy.ProxyLink``, and executes the instructions: it copies nothing and only tells sockets
+``wire.proxy.ProxyLink``, and executes the instructions: it copies nothing and only gives sockets
 where bytes are or belong. All addresses come from this process's own executor; all sizes from the
 network were checked by the link before an instruction names them.
 """

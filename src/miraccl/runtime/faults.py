@@ -256,7 +256,7 @@ class CpuFaults(CommunicatorFaults):
             run_after_notice(self.session, loss, lambda: self._connection_broken(rank, loss))
 
     def _connection_broken(self, rank: int, loss: Loss) -> None:
-        # The peer lives for all that is known, so the others have to be told which two it concerns.
+        # The peer lives for all that is known, so the others must learn which two it concerns.
         if not self._is_leaving and self.fault is None and rank not in self.left:
             self.propagate(self._errors.loss(rank, loss))
 

@@ -185,7 +185,7 @@ class World:
             self.record("returned", rank.rank, "", "")
 
     def _end_rank(self, rank: _Rank, reason: str) -> None:
-        """Tell the other ranks, after a while, that ``rank`` has died."""
+        """Notify the other ranks, after a while, that ``rank`` has died."""
         self.record("died", rank.rank, "", "", reason)
 
         def detect() -> None:

@@ -176,7 +176,7 @@ class SocketTransport(Transport):
     def setup(self) -> bytes:
         """Listen on a free port of each address, leaving out addresses that cannot be bound.
 
-        An address may have left the host meanwhile, or be a tentative IPv6 one.
+        An address may have left the host since, or be a tentative IPv6 one.
         """
         self._check_open()
         if self._info is None:

@@ -468,7 +468,8 @@ class HubMachine:
         """Reject a rank of a job that runs without it: a process in its next job, for example."""
         assert peer.join is not None
         text = (
-            f"rank {peer.rank} (process {peer.join.pid}) cannot join: the job at this control plane "
+            f"rank {peer.rank} (process {peer.join.pid}) cannot join: "
+            "the job at this control plane "
             f"has formed already and still runs; its rank {peer.rank} has "
             f"{'left' if gone.left else 'died'} ({gone.reason})"
         )

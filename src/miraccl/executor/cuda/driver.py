@@ -74,7 +74,7 @@ def pointer_attribute(kind: int, address: int) -> int | None:
 def _pointer_function() -> Any:
     return _function(
         "cuPointerGetAttribute"
-    )  # None without a driver: whoever made the array does without
+    )  # None without a driver: the library that made the array needs none
 
 
 def _function(name: str) -> Any:

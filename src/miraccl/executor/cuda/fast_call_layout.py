@@ -1,6 +1,6 @@
 """Records shared by fast calls and Python.
 
-Offsets are in bytes, except those of a launch record, which are in words; all words are int64.
+Offsets are in bytes, except those of a launch record, which count int64 words.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class RecordLayout:
         return offset
 
 
-# Launch record, in words: address of cuLaunchKernelEx, address of the kernel's argument, then the
-# arguments of cuLaunchKernelEx: configuration (CUlaunchConfig), function, parameters.
+# Launch record (int64 words): address of cuLaunchKernelEx, address of the kernel's argument, then
+# the arguments of cuLaunchKernelEx: configuration (CUlaunchConfig), function, parameters.
 RECORD_WORDS = 5
 RECORD_FUNCTION, RECORD_ARGUMENT, RECORD_CONFIG, RECORD_KERNEL, RECORD_PARAMETERS = range(
     RECORD_WORDS

@@ -460,7 +460,7 @@ class Gpu(PrimaryContext):
     def capture(self, stream: int, enqueue: Callable[[int], None]) -> Any:
         """Capture the work of ``enqueue(stream)`` and return an instantiated graph.
 
-        Calls of other threads meanwhile are not part of it.
+        Calls that other threads make in the block are not part of it.
         """
         cuda = self.cuda
         check(

@@ -1,7 +1,7 @@
 """Kernel source: reading arrays of other libraries by DLPack or ``__cuda_array_interface__``.
 
 Only types whose arrays have passed the slow path are read (``STATE_FOREIGN_TYPES``). Reading may
-run arbitrary code, so fast calls are disabled meanwhile (``STATE_BUSY``), and every call validates
+run arbitrary code, so fast calls are disabled during it (``STATE_BUSY``), and every call validates
 the view again. A DLPack producer receives the stream and makes it wait for its pending work; an
 interface with another stream goes to the slow path. The view owns the capsule until the end of the
 call (``views.finish_call``).

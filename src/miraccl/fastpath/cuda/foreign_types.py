@@ -51,7 +51,7 @@ class ArrayProtocol(NamedTuple):
     """Protocol by which arrays of a type are read: DLPack, or ``__cuda_array_interface__``."""
 
     dlpack: bool
-    immutable: bool = False  # although DLPack does not tell
+    immutable: bool = False  # although DLPack does not say so
 
 
 def foreign_record(type_: type, protocol: ArrayProtocol) -> tuple[dict[int, int], Any]:

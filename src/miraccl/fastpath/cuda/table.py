@@ -296,7 +296,7 @@ class CudaFastPath:
         """Enable reading of further types, as many as fit; ``kinds`` only grows between calls."""
         if len(kinds) == len(self._foreign_types):
             return
-        for kind, how in list(kinds.items()):  # a copy: other threads may add types meanwhile
+        for kind, how in list(kinds.items()):  # a copy: other threads may add types during the loop
             if (
                 kind not in self._foreign_types
                 and len(self._foreign_types) < fast_call_layout.MAX_FOREIGN_TYPES

@@ -83,7 +83,7 @@ def reject(link: int, record: int) -> None:
 
 @inline
 def post_receive(link: int, message: int, room: int) -> bool:
-    """Note where a message may land; return True if the peer must be told."""
+    """Note where a message may land; return True if the peer must learn it."""
     record = in_of(link, message)
     state = load(record + layout.IN_STATE)
     if (

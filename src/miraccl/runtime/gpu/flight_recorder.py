@@ -96,7 +96,7 @@ def _parse_op_log(launches: Mapping[int, int], moves: bytes) -> OpLog:
 
 
 def latest(numbers: Mapping[int, object]) -> int:
-    """Return the latest of some numbers that are close to one another modulo 2**32; 0 if empty."""
+    """Return the latest of some numbers that are close modulo 2**32; 0 if empty."""
     return next(
         (number for number in numbers if not any(is_after(other, number) for other in numbers)), 0
     )

@@ -10,7 +10,7 @@ leaves free, even those of two communicators whose next kernel is already launch
 
 Only calls that all ranks make in the same order can be ordered, in general those of one thread, so
 an order belongs to the thread of a communicator's first operation. Independent threads are not
-ordered with one another, nor are ranks that are threads of one process. The groups of PyTorch share
+ordered among themselves, nor are ranks that are threads of one process. The groups of PyTorch share
 one order per process if their first operation is called in the thread that created them, or in one
 not started by Python: autograd runs backward passes in such threads, in sequence with the rest.
 """

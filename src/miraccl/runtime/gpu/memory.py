@@ -219,7 +219,7 @@ def _wait_for_producer(interface: dict[str, Any], stream: Any, gpu: Gpu | None) 
 
 
 def _remember_type(thing: Any, how: ArrayProtocol) -> None:
-    """Tell the fast path the type of a valid array."""
+    """Register the type of a valid array with the fast path."""
     if type(thing) not in array_kinds and len(array_kinds) < fast_call_layout.MAX_FOREIGN_TYPES:
         array_kinds[type(thing)] = how
 
@@ -314,7 +314,7 @@ def _view_tensor(tensor: Any, torch: Any, name: str, op_name: str, gpu: Gpu | No
 def _dtype_of(thing: Any, typestr: str) -> DType | None:
     """Return the dtype of an array with this ``typestr``.
 
-    NumPy has no code for bfloat16 and 8-bit floats; their name is taken from the array's dtype.
+    NumPy has no code for bfloat16 and 8-bit floats; their name comes from the array's dtype.
     """
     with contextlib.suppress(TypeError, ValueError, SyntaxError):
         dtype = np.dtype(typestr)

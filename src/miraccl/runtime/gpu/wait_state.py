@@ -1,6 +1,6 @@
 """Wait state of a rank's kernels, for the deadlock detector (``diagnosis.blocked_ops``).
 
-Kernels compare their operations with one another and detect cycles of messages themselves. They
+Kernels compare their operations and detect cycles of messages themselves. They
 cannot detect cycles through other waits: messages against a broadcast, traffic between nodes, calls
 on CPU memory. The detector therefore reads the kernels' wait records and progress when a rank has
 been blocked for long.

@@ -4,7 +4,7 @@ A round is one call of compiled code (``executor.cpu.kernels.nogil``): all its m
 concurrently, those of a pair and direction in sequence. Only the two ends take part in a message,
 so it is numbered per stream, not with the operations of the CPU communicator; that communicator's
 progress page shows it and its faults explain it. Messages of a collective carry its kind and
-number, which all ranks count, so that an unmatched message is not taken for one of the next
+number, which all ranks count, so that an unmatched message is not mistaken for one of the next
 collective.
 """
 

@@ -1,6 +1,6 @@
 """Split of sends and receives between nodes into messages and rounds.
 
-The transfers with one peer in one direction form a queue: their messages follow one another in call
+The transfers with one peer in one direction form a queue: their messages follow in call
 order. Message sizes do not depend on the grouping of calls, so both ends see the same sequence.
 Messages that fit into ``ROUND_SLOTS`` slots form one round: all are posted at once and end in any
 order. Larger groups take several rounds in which all queues advance by the same number of messages.

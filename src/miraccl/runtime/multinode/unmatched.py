@@ -159,7 +159,7 @@ class UnmatchedDetector:
     ) -> CollectiveMismatch | None:
         """Return the error of a message that this rank will not receive, or None.
 
-        ``between()``: the staging thread is between operations. It may begin one meanwhile, as
+        ``between()``: the staging thread is between operations. It may begin one at any time, as
         another thread may launch a graph; so a header counts only if nothing has begun since.
         """
         if not collectives[_COUNTED]:

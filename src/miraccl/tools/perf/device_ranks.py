@@ -73,7 +73,7 @@ class DeviceInfo:
     """Properties found by a rank at its start.
 
     - ``device``: name of the GPU.
-    - ``memory_bytes``: GPU memory taken by each library.
+    - ``memory_bytes``: GPU memory used by each library.
     - ``start_s``: seconds to create miraccl's communicator.
     - ``versions``: versions of torch, NCCL and CUDA.
     """
