@@ -80,11 +80,7 @@ class _Connection:
 
 @dataclass(kw_only=True, eq=False)
 class _Probe:
-<<<<<<< HEAD
     """A connection to a standby port, which shows whether a process lives."""
-=======
-    """A connection to a standby port, by which a process is known to live."""
->>>>>>> e22f39b6 (style: last lines over 100 columns and dialect words)
 
     rank: int
     sock: socket.socket

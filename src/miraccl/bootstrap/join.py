@@ -100,7 +100,7 @@ def _check_rank(rank: int, nranks: int) -> None:
 def _targets(unique_id: UniqueId) -> list[tuple[str, int]]:
     """Return the addresses to try.
 
-    Loopback comes first on the host where the id was made, and is left out on other hosts.
+    Loopback comes first on the host where the id was made, and is left out elsewhere.
     """
     here = unique_id.host in ("", network_fingerprint())
     local = [address for address in unique_id.addresses if is_loopback(address[0])]
@@ -279,11 +279,7 @@ def _join(
     """Return the ``Join`` of this rank.
 
     It announces the address that leads to the hub, or to the hub's own network. Raises
-<<<<<<< HEAD
     ``HubDisconnected`` if the peer has closed the connection.
-=======
-    ``HubDisconnected`` if the connection has lost its other end.
->>>>>>> e22f39b6 (style: last lines over 100 columns and dialect words)
     """
     try:
         names = sock.getsockname(), sock.getpeername()

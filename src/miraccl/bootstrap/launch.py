@@ -399,14 +399,8 @@ def _slurm_rendezvous(environ: Mapping[str, str]) -> PortRendezvous:
 def _allocation_rendezvous(environ: Mapping[str, str], mpi_job: str) -> PortRendezvous:
     """Return the rendezvous of ``mpirun`` on several nodes of an allocation.
 
-<<<<<<< HEAD
     mpirun puts rank 0 on the first node by default. The step's variables are those of mpirun's own
     daemons, another step on each node; only the allocation's are the same everywhere.
-=======
-    mpirun puts rank 0 on the first node unless an option says otherwise. The step's variables are
-    those of mpirun's own daemons, another step on each node; only the allocation's are the same
-    everywhere.
->>>>>>> e22f39b6 (style: last lines over 100 columns and dialect words)
     """
     return _first_node_rendezvous(
         environ, environ["SLURM_JOB_NODELIST"], ["slurm", _slurm_job(environ), "mpirun", mpi_job]

@@ -64,11 +64,7 @@ class CommunicatorFaults(abc.ABC):
         return error
 
     def _ignores(self, event: Event) -> bool:
-<<<<<<< HEAD
         """Return True if an event does not concern this rank now."""
-=======
-        """Return True if an event no longer concerns this rank."""
->>>>>>> e22f39b6 (style: last lines over 100 columns and dialect words)
         return False
 
     def _peer_left(self, rank: int, reason: str) -> None:  # noqa: B027  # optional

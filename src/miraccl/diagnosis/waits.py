@@ -179,13 +179,8 @@ class WaitForCredit(PeerWait):
 class WaitForPackets(PeerWait):
     """A kernel waits until a counter of its peer reaches ``number``.
 
-<<<<<<< HEAD
     ``counter``: name of the counter in ``RankProgress``; only the peer knows whether it will grow
     (``executor/cuda/source/p2p.cuh``). ``suspended``: bit mask of the ranks whose packets the
-=======
-    ``counter``: name of the counter in ``RankProgress``; only the peer knows whether it will
-    grow (``executor/cuda/source/p2p.cuh``). ``suspended``: bit mask of the ranks whose packets the
->>>>>>> e22f39b6 (style: last lines over 100 columns and dialect words)
     waiting launch does not serve until this wait ends.
     """
 
