@@ -135,7 +135,7 @@ SPLIT_AGAINST += [
     ("what", "name", "ranks_per_host"), [*SPLIT_AGAINST, ("async", "all_reduce", 0)]
 )
 def test_split_against_another_operation(what: str, name: str, ranks_per_host: int) -> None:
-    """Every rank is told the same, at once where it is certain: the deadlines of all are far away."""
+    """Every rank gets the same error long before its deadline, at once where it is certain."""
     for got in values(
         rank_outcomes(fault_ranks.split_against, 3, what, ranks_per_host, timeout=60)
     ):
@@ -295,7 +295,7 @@ def test_a_killed_rank(phase: str, victim: int, ranks_per_host: int, tmp_path: P
 
 
 def test_death_of_a_rank_whose_memory_is_read() -> None:
-    """The kernel refuses to copy from it: that is its death, also where nobody has heard of it yet."""
+    """The kernel refuses to copy from a dead rank, before its death has been reported."""
     (got,) = values(rank_outcomes(fault_ranks.dies_with_a_message, 2, timeout=40), but=1)
     assert got["type"] == "PeerDied", got
     assert "rank 1 died" in got["text"]
@@ -328,7 +328,7 @@ def test_a_rank_dies_while_the_others_shrink(tmp_path: Path) -> None:
 
 
 def test_the_hub_dies_with_its_rank(tmp_path: Path) -> None:
-    """The process of rank 0, which has the control plane, is killed; the others go on without it."""
+    """Kill rank 0, which has the control plane; the others continue without it."""
     got = values(
         rank_outcomes(fault_ranks.hub_in_rank_0, 3, str(tmp_path / "death"), timeout=40), but=0
     )
