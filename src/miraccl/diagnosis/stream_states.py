@@ -1,8 +1,8 @@
 """Wait states of GPU streams: provider of the deadlock detector for GPUs and multi-node jobs.
 
 Work on a GPU runs beside the host program, one operation after another. Such a stream blocks as a
-host program does, possibly on several peers at once. An idle stream waits for its host; the host may
-wait for its streams. A job without GPUs never loads this module, and its wait-for graph has the
+host program does, possibly on several peers at once. An idle stream waits for its host; the host
+may wait for its streams. A job without GPUs never loads this module, and its wait-for graph has the
 nodes of host programs only.
 """
 
