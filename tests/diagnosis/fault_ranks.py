@@ -270,7 +270,7 @@ def until(right: Callable[[dict[int, dict[str, Any]]], bool], session: Any) -> N
 def other_settings(field: str) -> Any:
     """Rank 1 was started with another setting than the others."""
     odd = os.environ["MIRACCL_RANK"] == "1"
-    given = {"algo": "ring", "deterministic": True, "buffsize": 1 << 20}[field]
+    given: Any = {"algo": "ring", "deterministic": True, "buffsize": 1 << 20}[field]
     try:
         miraccl.init(timeout=10, **({field: given} if odd else {}))
     except MiracclError as error:

@@ -25,7 +25,7 @@ from miraccl.api.communicator import Communicator
 from miraccl.errors import CommunicatorClosed, InvalidUsage
 from miraccl.executor.cuda.driver import ordinal_at
 from miraccl.executor.cuda.gpu import Gpu
-from miraccl.ops.arguments import DLTensor
+from miraccl.ops.dlpack import DLTensor
 from miraccl.runtime.core_access import mark_collective
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.gpu.launch_order import LaunchOrders
@@ -473,6 +473,7 @@ def rejections() -> None:
     """Invalid arguments are rejected before anything is sent; the communicator stays usable."""
     with rank() as me:
         comm, x, host = me.comm, me.put(np.ones(4)), np.ones(4, np.float32)
+        wrong_op: Any = "sum"
         comm.barrier(stream=0)
         before = me.cuda.launches
 
@@ -511,7 +512,7 @@ def rejections() -> None:
             ),
             (lambda: comm.all_reduce(host, stream=0), "streams are for GPU memory"),
             (lambda: comm.send(x, me.nranks), "dst is"),
-            (lambda: comm.all_reduce(me.zeros(0), None, "sum"), "all_reduce: op is 'sum'"),
+            (lambda: comm.all_reduce(me.zeros(0), None, wrong_op), "all_reduce: op is 'sum'"),
             (lambda: comm.broadcast(x, me.nranks), "broadcast: root is"),
             (lambda: comm.gather(x, True), "gather: root is True"),
             (lambda: comm.empty(4, "complex64", device="cuda"), "cannot communicate dtype"),
@@ -617,11 +618,11 @@ def rejected_when_prepared() -> None:
                 "scalar 0.5 of PreMulSum is not a value of int32",
             ),
             ("reduce", (mine, 0, None, PreMulSum(1e300)), "scalar 1e.300 of PreMulSum"),
-            ("all_reduce", (mine, np.ones(5, np.float32)), "all_reduce: (out has 5|input and out)"),
+            ("all_reduce", (mine, np.ones(5, np.float32)), "all_reduce: out has 5"),
             (
                 "all_reduce",
                 (mine, np.ones(4)),
-                "all_reduce: (out has 4 x float64|input and out have different dtypes)",
+                "all_reduce: x and out have different dtypes",
             ),
             ("all_gather", (mine, mine.copy()), "all_gather: out has 4"),
             ("reduce_scatter", (np.ones(5, np.float32),), "not divisible by"),
@@ -652,15 +653,15 @@ def rejected_when_prepared() -> None:
             (lambda: comm.all_to_all_init(whole, whole), "must not overlap"),
             (
                 lambda: comm.all_reduce_init(never),
-                "cannot write the result: the array is read-only",
+                "is read-only, but the result is written to it",
             ),
             (
                 lambda: comm.broadcast_init(never, (me.rank + 1) % n),
-                "cannot write the result: the array is read-only",
+                "is read-only, but the result is written to it",
             ),
             (
                 lambda: comm.gather_init(part, me.rank, Immutable(place_of(me.zeros(4 * n)))),
-                "cannot write the result: the array is read-only",
+                "is read-only, but the result is written to it",
             ),
             (
                 lambda: comm.scatter_init(part, (me.rank + 1) % n),
@@ -1011,9 +1012,9 @@ def only_dlpack() -> None:
         comm.broadcast(x, 0, stream=stream)
         assert x.streams == [1, stream]
         constant, out = Immutable(me.put(np.full(9, me.rank + 1)).memory), me.zeros(9)
-        with pytest.raises(InvalidUsage, match=r"cannot write.*pass a writable"):
+        with pytest.raises(InvalidUsage, match=r"is read-only.*pass a writable"):
             comm.all_reduce(constant)
-        with pytest.raises(InvalidUsage, match="the array is read-only"):
+        with pytest.raises(InvalidUsage, match="is read-only, but the result"):
             comm.recv(constant, (me.rank + 1) % n)
         comm.all_reduce(constant, out)
         comm.sendrecv(constant, (me.rank + 1) % n, x, (me.rank - 1) % n)

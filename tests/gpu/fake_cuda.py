@@ -33,7 +33,7 @@ import numpy as np
 from miraccl.errors import MiracclError
 from miraccl.executor.cuda import driver, layout
 from miraccl.executor.cuda.gpu import Gpu
-from miraccl.runtime.gpu.memory import DeviceMemory
+from miraccl.ops.device_arrays import DeviceMemory
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, RedOp
 
@@ -831,13 +831,6 @@ class CpuKernels:
                 work.wait()
 
         self._put(Collective.SEND_RECV, stream, run)
-
-    def _check_out(
-        self, out: DeviceMemory, source: DeviceMemory, count: int, where: str, stream: Any
-    ) -> DeviceMemory:
-        from miraccl.runtime.gpu.communicator import DeviceCommunicator
-
-        return DeviceCommunicator._check_out(self, out, source, count, where, stream)  # type: ignore[arg-type]
 
     def _put(self, collective: Collective, stream: int, work: Callable[[], Any]) -> None:
         self.calls.append(collective)

@@ -32,9 +32,10 @@ from miraccl.errors import (
 )
 from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cuda import layout
+from miraccl.ops.device_arrays import DeviceMemory
+from miraccl.ops.spec import RECV, SEND
+from miraccl.runtime.gpu.operations import DeviceTransfer
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
-from miraccl.runtime.gpu.memory import DeviceMemory
-from miraccl.runtime.gpu.transfer import DeviceTransfer
 from miraccl.runtime.multinode import communicator as several
 from miraccl.runtime.multinode import graph_cache
 from miraccl.runtime.multinode import runtime as hosts_jobs
@@ -595,7 +596,7 @@ def repeated_operations(hosts: str, kernels: bool) -> None:
             comm.all_reduce(ones, stream=stream)
             comm.broadcast(ones, n - 1, stream=stream)
             around = [
-                comm.transfer(mine, (r + d) % n, d < 0, "group")
+                comm.transfers(RECV if d < 0 else SEND, (mine, (r + d) % n))[0]
                 for d, mine in ((1, many), (-1, before))
             ]
             comm.exchange(around, stream=stream)
@@ -692,9 +693,10 @@ def public_way() -> None:
         comm._device.synchronize()  # type: ignore[union-attr]
         assert (x.array == 3).all()
         assert (cpu == 2).all()
+        wrong_op: Any = 7
         for refused in (
             lambda: comm.broadcast_init(x, 2),
-            lambda: comm.all_reduce_init(x, op=7),
+            lambda: comm.all_reduce_init(x, op=wrong_op),
             lambda: comm.all_reduce_init(x, cpu),
         ):
             try:

@@ -11,7 +11,8 @@ import pytest
 from miraccl.executor.cuda import fast_call_layout
 from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.messages import P2pMessage, WarpQueueRules, lower_messages
-from miraccl.fastpath.cuda.table import CALLS, CudaFastPath, group_builtins
+from miraccl.fastpath.cuda.table import CudaFastPath, group_builtins
+from miraccl.ops.spec import BARRIER, OPS
 from miraccl.runtime import group as groups
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu.fake_launch import LaunchRecorder
@@ -66,7 +67,11 @@ class FastPathRank:
         self.fast_path.stream = 0
         self.driver = LaunchRecorder()
         self.fast_path.set_driver_functions(*self.driver.function_addresses())
-        self.calls = {name: self.fast_path.fast_call(name, collects=True) for name in CALLS}
+        self.calls = {
+            op.name: self.fast_path.fast_call(op, collects=True)
+            for op in OPS.values()
+            if op is not BARRIER
+        }
 
     def retain(self, objects: list[Any], stream: int) -> None:
         """Record objects that must outlive the work of this stream."""

@@ -18,17 +18,18 @@ from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import driver, fast_call_layout
 from miraccl.fastpath.cuda.foreign_types import ArrayProtocol
 from miraccl.native.capsules import pointer_of
-from miraccl.ops.arguments import DLTensor, capsule_of
-from miraccl.ops.arguments import view as cpu_view
-from miraccl.runtime.gpu import memory
-from miraccl.runtime.gpu.arguments import DeviceArguments
-from miraccl.runtime.gpu.memory import DeviceMemory, device_view
-from miraccl.runtime.gpu.stream import find_current_stream, stream_handle
+from miraccl.ops import device_arrays as memory
+from miraccl.ops.check import check
+from miraccl.ops.device_arrays import DeviceMemory, DeviceReader, device_view
+from miraccl.ops.dlpack import KDLCUDA, DLTensor, capsule_of
+from miraccl.ops.host_arrays import view as cpu_view
+from miraccl.ops.spec import ALL_REDUCE
+from miraccl.ops.streams import find_current_stream, stream_handle
 from miraccl.runtime.gpu.stream_order import MAX_KEPT_STREAMS, StreamKeepAlive
 from miraccl.runtime.gpu.windows import DeviceArray, DeviceWindows, _element_type
 from miraccl.runtime.window import element_type
 from miraccl.schedule.reduction import NUMPY_DTYPE
-from miraccl.types import DType
+from miraccl.types import DType, RedOp
 from tests.gpu.fake_cuda import FakeArray, FakeCuda
 from tests.gpu.fast_path_rank import torch_with_exchange_api
 
@@ -80,7 +81,7 @@ class HostDlpackArray:
         self.streams: list[Any] = []
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return memory._DL_CUDA[0], 0
+        return KDLCUDA[0], 0
 
     def __dlpack__(self, *, stream: Any, max_version: Any) -> Any:
         self.streams.append(stream)
@@ -240,18 +241,13 @@ def test_streams_of_all_libraries() -> None:
 
 
 def test_outputs_are_ordered_in_the_stream_of_the_operation() -> None:
-    class Arguments(DeviceArguments):
-        rank, nranks = 0, 2
-
-        def __init__(self) -> None:
-            self.gpu: Any = GpuRecorder()
-
-    mine, out = Arguments(), HostDlpackArray(np.zeros(4, np.float32))
+    gpu: Any = GpuRecorder()
+    reader, out = DeviceReader(0, 2, gpu), HostDlpackArray(np.zeros(4, np.float32))
     source = DeviceMemory(4096, 4, DType.FLOAT32)
-    assert mine._check_out(out, source, 4, "a test", 7).count == 4
-    mine._check_out(HostInterfaceArray(stream=5), source, 4, "a test", 7)
+    assert check(ALL_REDUCE, reader, (source, out, RedOp.SUM), 7).target.count == 4
+    check(ALL_REDUCE, reader, (source, HostInterfaceArray(stream=5), RedOp.SUM), 7)
     assert out.streams == [7]
-    assert mine.gpu.ordered == [(5, 7)]
+    assert gpu.ordered == [(5, 7)]
 
 
 def test_masks_and_unaligned_addresses_are_rejected() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 import miraccl
 from miraccl.executor.cuda import fast_call_layout
-from miraccl.fastpath.cuda.table import CALLS
+from miraccl.ops.spec import OPS
 from miraccl.runtime import group as groups
 from miraccl.types import Collective, DType, PreMulSum, RedOp
 from tests.gpu.fake_launch import SHAPE
@@ -237,7 +237,7 @@ def test_every_call_resets_the_cpu_plan(side: FastPathRank) -> None:
 def test_unhandled_calls_go_to_the_fallback(side: FastPathRank) -> None:
     """The fallback gets the same arguments, as on the CPU, and provides the result."""
     other = FastPathRank()
-    first = {name: side.fast_path.fast_call(name, other.calls[name]) for name in CALLS}
+    first = {name: side.fast_path.fast_call(OPS[name], call) for name, call in other.calls.items()}
     side.add_collective(Collective.ALL_REDUCE, F32, 12)
     other.add_collective(Collective.ALL_REDUCE, F32, 13)
     other.add_messages(5, (False, 1, 13, F32))
@@ -502,7 +502,7 @@ def test_calls_that_are_not_collected(grouping: FastPathRank) -> None:
         np.zeros(12, np.float32),
     )
     inner = {
-        name: grouping.fast_path.fast_call(name) for name in ("send", "recv", "sendrecv")
+        name: grouping.fast_path.fast_call(OPS[name]) for name in ("send", "recv", "sendrecv")
     }  # for calls that are to be made at once
     with miraccl.group():
         for _ in range(2):

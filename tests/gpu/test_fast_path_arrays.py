@@ -362,7 +362,7 @@ def test_arrays_use_the_stream_of_their_library(
 def test_types_without_a_numpy_code() -> None:
     """CuPy arrays of bfloat16 have typestr "<V2"; other byte orders are not numbers."""
     from miraccl.errors import InvalidUsage
-    from miraccl.runtime.gpu.memory import device_view
+    from miraccl.ops.device_arrays import device_view
 
     class Other:
         def __init__(self, dtype: Any) -> None:

@@ -12,9 +12,11 @@ import miraccl
 from miraccl.executor.cuda import fast_call_layout
 from miraccl.executor.cuda.message_collectives import op_signature
 from miraccl.executor.cuda.messages import P2pMessage, WarpQueueRules
-from miraccl.runtime.gpu.memory import DeviceMemory
-from miraccl.runtime.gpu.uneven import UnevenRequest, sends_and_receives
-from miraccl.types import Collective, DType
+from miraccl.ops.check import CheckedCall
+from miraccl.ops.device_arrays import DeviceMemory
+from miraccl.ops.spec import OPS
+from miraccl.runtime.gpu.operations import sends_and_receives
+from miraccl.types import Collective, DType, RedOp
 from tests.gpu.fake_launch import SHAPE
 from tests.gpu.fast_path_rank import FastPathRank, torch_with_exchange_api
 from tests.gpu.test_fast_path_templates import launched
@@ -85,29 +87,29 @@ def test_fast_calls_send_what_python_would(
             or whole.data_ptr() >= part.data_ptr() + 4 * part.numel()
         )
         apart = apart or not part.numel() or not whole.numel()
-    asked = UnevenRequest(
-        collective=collective,
-        source=memory(x),
-        target=memory(out),
-        sends=() if not gives else sends if splits_in else (x.numel(),),
-        receives=() if not takes else receives if splits_out else (out.numel(),),
-        counts=() if collective is Collective.ALL_TO_ALL else sends if splits_in else receives,
+    counts = () if collective is Collective.ALL_TO_ALL else sends if splits_in else receives
+    asked = CheckedCall(
+        OPS[name],
+        memory(x),
+        memory(out),
+        count=x.numel(),
+        sends=sends if collective is Collective.ALL_TO_ALL else counts,
+        receives=receives if collective is Collective.ALL_TO_ALL else counts,
+        operator=RedOp.SUM,
         root=root,
+        in_place=False,
+        result=None,
     )
     sent, received = sends_and_receives(asked, rank, nranks)
     side = FastPathRank(rank, nranks)
     parts = [(False, *part) for part in sent] + [(True, *part) for part in received]
     if parts:
         rows = [(receive, peer, part.count, F32) for receive, peer, part in parts]
-        side.add_messages(
-            1, *rows, signature=op_signature(asked.collective, asked.root, asked.counts)
-        )
+        side.add_messages(1, *rows, signature=op_signature(collective, root, counts))
         side.add_messages(
             2, *rows
         )  # the same messages as a group of sends and receives, and of another collective
-        side.add_messages(
-            3, *rows, signature=op_signature(asked.collective, asked.root, [*asked.counts, 1])
-        )
+        side.add_messages(3, *rows, signature=op_signature(collective, root, [*counts, 1]))
     uneven = name.endswith("_v")
     arrays = x if gives else None, out if takes else None
     sizes = (

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import miraccl
 from miraccl.executor.cuda import fast_call_layout
-from miraccl.runtime.gpu.memory import DeviceMemory
-from miraccl.runtime.gpu.uneven import split_by_rank
+from miraccl.ops.device_arrays import DeviceMemory
+from miraccl.runtime.gpu.operations import split_by_rank
 from miraccl.types import Collective, DType, PreMulSum, RedOp
 from tests.gpu.fake_launch import SHAPE
 from tests.gpu.fast_path_rank import FastPathRank, torch_with_exchange_api

@@ -5,6 +5,8 @@ where there is only one.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,7 +78,7 @@ def beside_torch() -> dict[str, float]:
         torch.cuda.set_device(device)
         comm.all_reduce(torch.ones(9, device="cuda"))
         found = {}
-        forms = {
+        forms: dict[str, Callable[[Any], Any]] = {
             "plain": comm.all_reduce,
             "in the background": lambda x: comm.all_reduce(x, async_op=True).wait(),
             "message": lambda x: comm.sendrecv(x.copy(), 1 - comm.rank, x, 1 - comm.rank),

@@ -11,7 +11,8 @@ import pytest
 import miraccl
 from miraccl.executor.cuda import fast_call_layout
 from miraccl.fastpath.cuda.foreign_types import ArrayProtocol, foreign_record
-from miraccl.ops.arguments import DLTensor, capsule_of, view
+from miraccl.ops.dlpack import DLTensor, capsule_of
+from miraccl.ops.host_arrays import view
 from tests.support.ranks import run_ranks
 
 jax = pytest.importorskip("jax")

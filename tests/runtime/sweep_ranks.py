@@ -159,12 +159,12 @@ def rooted_fast_calls(root: int) -> None:
         stacked, share = np.zeros(6 * n), np.zeros(6)
 
         def gather_door(*counts: Any, out: Any = stacked, at_root: Any = root) -> int:
-            return comm._gather(
+            return comm._fast.gather(
                 mine, out if me == root else None, at_root, *(counts or (None, None)), False, None
             )
 
         def scatter_door(out: Any = share) -> int:
-            return comm._scatter(
+            return comm._fast.scatter(
                 every if me == root else "not looked at", out, root, None, None, False, None
             )
 
@@ -190,7 +190,7 @@ def rooted_fast_calls(root: int) -> None:
             assert gather_door(out=stacked[:-1]) == layout.NOT_HANDLED
             assert gather_door(out=None) == layout.NOT_HANDLED
             assert (
-                comm._gather(stacked[:6], stacked, root, None, None, False, None)
+                comm._fast.gather(stacked[:6], stacked, root, None, None, False, None)
                 == layout.NOT_HANDLED
             )  # overlapping
         comm.barrier()
@@ -209,7 +209,7 @@ def reduce_fast_path(root: int, algo: str) -> None:
         prepared = comm.reduce_init(mine, root, got)
 
         def door(x: Any = mine, out: Any = got, op: Any = RedOp.SUM, at_root: Any = root) -> int:
-            return comm._reduce(x, out if me == root else "not looked at", op, False, None, at_root)
+            return comm._fast.reduce(x, out if me == root else "not looked at", op, False, None, at_root)
 
         for op, want in ((RedOp.SUM, total), (RedOp.MAX, np.full(6, float(n)))):
             assert door(op=op) == layout.NOT_HANDLED
@@ -234,7 +234,7 @@ def reduce_fast_path(root: int, algo: str) -> None:
             assert door(out=got[:-1]) == layout.NOT_HANDLED
             assert door(out=got.astype(np.float32)) == layout.NOT_HANDLED
             assert (
-                comm._reduce(got[:5], got[1:], RedOp.SUM, False, None, root) == layout.NOT_HANDLED
+                comm._fast.reduce(got[:5], got[1:], RedOp.SUM, False, None, root) == layout.NOT_HANDLED
             )  # overlapping
         comm.barrier()
         comm.finalize()

@@ -18,8 +18,9 @@ import pytest
 import miraccl
 from miraccl import Communicator, DType, PreMulSum, RedOp
 from miraccl.errors import InvalidUsage, SystemFailure
-from miraccl.ops import calls
-from miraccl.ops.arguments import resolve_operator, view
+from miraccl.ops import host_arrays, prepare
+from miraccl.ops.arguments import resolve_operator
+from miraccl.ops.host_arrays import view
 from tests.runtime import reference as ref
 from tests.support.ranks import run_ranks
 
@@ -194,8 +195,10 @@ def test_read_only_dlpack(comm: Communicator) -> None:
         comm.all_reduce(constant)
     with pytest.raises(InvalidUsage, match=r"out is read-only, but the result is written to it$"):
         comm.all_reduce(base.copy(), out=constant)
-    assert comm.all_reduce(constant, out=np.empty_like(base)).tolist() == base.tolist()
-    assert comm.all_gather(constant).tolist() == base.tolist()
+    result: Any = comm.all_reduce(constant, out=np.empty_like(base))
+    assert result.tolist() == base.tolist()
+    result = comm.all_gather(constant)
+    assert result.tolist() == base.tolist()
 
 
 def test_class_with_gpu_attribute_in_cpu_memory(comm: Communicator) -> None:
@@ -207,7 +210,8 @@ def test_class_with_gpu_attribute_in_cpu_memory(comm: Communicator) -> None:
             raise AttributeError("only GPU buffers have it")
 
     x = np.ones(3, np.float32)
-    assert comm.all_reduce(Somewhere(x, 2, 32), out=np.empty_like(x)).tolist() == [1.0, 1.0, 1.0]
+    result: Any = comm.all_reduce(Somewhere(x, 2, 32), out=np.empty_like(x))
+    assert result.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_rejected_dlpack() -> None:
@@ -323,12 +327,12 @@ WRONG: list[tuple[str, Any]] = [
     ("out has 2 elements, but needs 12", lambda c: c.all_to_all(LINE, np.zeros(2, np.float32))),
     ("out has 2 elements, but needs 12", lambda c: c.gather(LINE, 0, np.zeros(2, np.float32))),
     ("out has 2 elements, but needs 12", lambda c: c.scatter(LINE, 0, np.zeros(2, np.float32))),
-    ("input and output overlap", lambda c: c.all_reduce(LINE[:4], LINE[2:6])),
-    ("input and output overlap", lambda c: c.all_to_all(LINE, LINE)),
-    ("input and output overlap", lambda c: c.all_gather(LINE[1:4], LINE[2:5])),
-    ("input and output overlap", lambda c: c.sendrecv(LINE, 0, LINE, 0)),
-    ("input and output overlap", lambda c: c.sendrecv(LINE[:4], 0, LINE[3:5], 0)),
-    ("input and output overlap", lambda c: grouped(c.sendrecv, LINE[3:5], 0, LINE[:4], 0)),
+    ("x and out overlap", lambda c: c.all_reduce(LINE[:4], LINE[2:6])),
+    ("x and out must not overlap", lambda c: c.all_to_all(LINE, LINE)),
+    ("x and out overlap", lambda c: c.all_gather(LINE[1:4], LINE[2:5])),
+    ("x and out must not overlap", lambda c: c.sendrecv(LINE, 0, LINE, 0)),
+    ("x and out must not overlap", lambda c: c.sendrecv(LINE[:4], 0, LINE[3:5], 0)),
+    ("x and out must not overlap", lambda c: grouped(c.sendrecv, LINE[3:5], 0, LINE[:4], 0)),
     ("root is 1; allowed are the ranks 0 to 0", lambda c: c.broadcast(LINE, 1)),
     ("root is True", lambda c: c.reduce(LINE, True)),
     ("root is 0.0", lambda c: c.gather(LINE, 0.0)),
@@ -546,7 +550,9 @@ def test_out_of_memory_for_result(comm: Communicator, monkeypatch: pytest.Monkey
     def empty(*_: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(calls, "np", types.SimpleNamespace(**vars(np) | {"empty": empty}))
+    without_memory = types.SimpleNamespace(**vars(np) | {"empty": empty})
+    monkeypatch.setattr(prepare, "np", without_memory)
+    monkeypatch.setattr(host_arrays, "np", without_memory)
     for name in ("all_gather", "reduce_scatter", "all_to_all"):
         with pytest.raises(
             SystemFailure, match=rf"{name}: cannot allocate a result of shape \(12,\)"
@@ -593,6 +599,7 @@ def test_timeout_of_wait(comm: Communicator) -> None:
         )  # as on GPU memory
     assert comm.all_reduce(np.ones(2), async_op=True).wait(stream=0).sum() == 2
     work = comm.all_reduce(np.ones(2), async_op=True)
+    wrong: Any
     for wrong in (float("nan"), "5", True, [1]):
         with pytest.raises(InvalidUsage, match="it must be a number of seconds, or None"):
             work.wait(timeout=wrong)

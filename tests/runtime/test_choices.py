@@ -14,9 +14,10 @@ import pytest
 
 from miraccl.errors import InvalidUsage, ScheduleError
 from miraccl.executor.cpu.sizes import size_class
+from miraccl.ops.request import PlanRequest
 from miraccl.planning import nccl_hints
 from miraccl.planning.cost_model import CommunicatorShape, CpuConstants
-from miraccl.planning.planner import Candidate, Overrides, Planner, PlanRequest
+from miraccl.planning.planner import Candidate, Overrides, Planner
 from miraccl.runtime.options import Options
 from miraccl.schedule import catalog
 from miraccl.schedule.catalog import register

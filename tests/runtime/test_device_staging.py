@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miraccl.runtime.gpu.memory import DeviceMemory
-from miraccl.runtime.gpu.transfer import DeviceTransfer
+from miraccl.ops.device_arrays import DeviceMemory
+from miraccl.runtime.gpu.operations import DeviceTransfer
 from miraccl.runtime.multinode.node_layout import group_by_node, node_name
 from miraccl.runtime.multinode.segments import (
     ALIGN,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import miraccl
-from miraccl.runtime import measure
+from miraccl.api import measure
 from miraccl.transport import shm
 from tests.support.ranks import run_ranks
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import miraccl
+from miraccl.api.measure import EXCHANGE_GAIN, _first_gain
 from miraccl.executor.cpu.kernels import layout
+from miraccl.ops.request import PlanRequest
 from miraccl.planning.cost_model import CommunicatorShape, CpuConstants
-from miraccl.planning.planner import WHOLE_BLOCK_BYTES, Overrides, Planner, PlanRequest
-from miraccl.runtime.measure import EXCHANGE_GAIN, _first_gain
+from miraccl.planning.planner import WHOLE_BLOCK_BYTES, Overrides, Planner
 from miraccl.schedule import catalog
 from miraccl.types import Collective, DType, RedOp
 from tests.support.ranks import run_ranks

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from miraccl.errors import InvalidUsage
-from miraccl.runtime.gpu.memory import DeviceMemory, device_view
+from miraccl.ops.device_arrays import DeviceMemory, device_view
 from miraccl.schedule.interpret import expected_outputs
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.tools.gpu_facts import CudaFacts, GpuInfo, PeerAccess

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from miraccl.errors import InvalidUsage, MissingDependency
 from miraccl.executor.cuda import toolkit
-from miraccl.runtime.gpu.memory import device_ordinal, device_view, is_gpu_array
+from miraccl.ops.device_arrays import device_ordinal, device_view, is_gpu_array
 from miraccl.tools import cli, gpu_facts
 from miraccl.tools.perf import cli as perf_cli
 from miraccl.tools.perf import data, device_check

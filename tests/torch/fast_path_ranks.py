@@ -18,9 +18,10 @@ import miraccl
 from miraccl import native
 from miraccl.errors import CollectiveMismatch, CommunicatorClosed, InvalidUsage
 from miraccl.executor.cuda import driver, fast_call_layout, launch
+from miraccl.ops.device_arrays import is_gpu_array
+from miraccl.ops.dlpack import KDLCUDA
 from miraccl.runtime import dispatch
-from miraccl.runtime.gpu import memory, persistent
-from miraccl.runtime.gpu.memory import is_gpu_array
+from miraccl.runtime.gpu import persistent
 from miraccl.types import RedOp
 from tests.gpu import emulated_ranks
 from tests.gpu.emulated_cuda import EmulatedCuda
@@ -395,7 +396,7 @@ class Tensor:
         self.tensor, self.streams = tensor, list[int]()
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return memory._DL_CUDA[0], NO_DEVICE
+        return KDLCUDA[0], NO_DEVICE
 
     def __dlpack__(self, *, stream: int, max_version: Any) -> Any:
         self.streams.append(stream)

@@ -9,9 +9,11 @@ import functools
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack, overload
 
-from miraccl.api.operations import SUM, Operations
+from miraccl.api.messages import Messages, PersistentOperations
+from miraccl.api.operations import SUM, Collectives
+from miraccl.api.uneven import UnevenCollectives
 from miraccl.bootstrap import Session, UniqueId
 from miraccl.deadline import Deadline
 from miraccl.diagnosis import blocked_ops
@@ -20,14 +22,13 @@ from miraccl.executor.cpu.kernels import layout
 from miraccl.planning.planner import Candidate
 from miraccl.runtime.control import FINALIZE
 from miraccl.runtime.core import CommunicatorCore
-from miraccl.runtime.gpu.device_guard import guarded
 from miraccl.runtime.gpu.launch_order import LaunchOrders, thread_launch_orders
-from miraccl.runtime.options import Options
+from miraccl.runtime.options import CommunicatorOptions, Options
 from miraccl.runtime.rendezvous import join_by_id, start_deadline
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.runtime.shrink import shrink
 from miraccl.runtime.summary import describe_transports, explain_transports
-from miraccl.types import Collective, DType
+from miraccl.types import Collective, DType, Operator
 
 if TYPE_CHECKING:
     from miraccl.executor.cuda.plan import DevicePlan
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from miraccl.runtime.multinode.runtime import MultiNodePlan
 
 
-class Communicator(Operations):
+class Communicator(Collectives, UnevenCollectives, Messages, PersistentOperations):
     """A group of ranks that communicate; this process (or thread) is one of them.
 
     ``Communicator(nranks, unique_id, rank)`` is collective: every rank passes the id that
@@ -80,7 +81,11 @@ class Communicator(Operations):
     """
 
     def __init__(
-        self, nranks: int, unique_id: UniqueId | bytes | str, rank: int, **options: Any
+        self,
+        nranks: int,
+        unique_id: UniqueId | bytes | str,
+        rank: int,
+        **options: Unpack[CommunicatorOptions],
     ) -> None:
         opts = Options.create(**options)
         deadline = start_deadline()
@@ -128,23 +133,7 @@ class Communicator(Operations):
         #: Plan of the last operation on CPU memory; 0 if the last operation was on GPU memory.
         self._cpu_plan = context.words.data[word : word + 1]
         self._cpu_plan_address = context.address + layout.CTX_LAST_RUN
-        self._all_reduce = context.fast_call("collective", Collective.ALL_REDUCE)
-        self._all_gather = context.fast_call("collective", Collective.ALL_GATHER)
-        self._reduce_scatter = context.fast_call("collective", Collective.REDUCE_SCATTER)
-        self._broadcast = context.fast_call("collective", Collective.BROADCAST)
-        self._all_to_all = context.fast_call("collective", Collective.ALL_TO_ALL)
-        self._reduce = context.fast_call("reduce", Collective.REDUCE)
-        self._gather = context.fast_call("rooted", Collective.GATHER)
-        self._scatter = context.fast_call("rooted", Collective.SCATTER)
-        self._all_gather_v = context.fast_call("uneven", Collective.ALL_GATHER)
-        self._reduce_scatter_v = context.fast_call("uneven_reduce", Collective.REDUCE_SCATTER)
-        self._all_to_all_v = context.fast_call("uneven", Collective.ALL_TO_ALL)
-        self._gather_v = context.fast_call("uneven", Collective.GATHER)
-        self._scatter_v = context.fast_call("uneven", Collective.SCATTER)
-        self._send = context.fast_call("send_recv", Collective.SEND_RECV, arg=0)
-        self._recv = context.fast_call("send_recv", Collective.SEND_RECV, arg=1)
-        self._sendrecv = context.fast_call("sendrecv", Collective.SEND_RECV)
-        self._barrier = core.barrier_fast_entry()
+        self._fast = core.fast_calls()
         self._splits = 0
         self._gpu_waits = 0  # waits of the application for the GPU so far
 
@@ -173,7 +162,9 @@ class Communicator(Operations):
         """
         if str(device) == "cpu":
             return self._core.empty(shape, dtype)
-        return self._gpu_by_name(device, "empty").empty(shape, dtype)
+        gpu = self._gpu_by_name(device, "empty")
+        with gpu.device_guard():
+            return gpu.empty(shape, dtype)
 
     def memory(self) -> dict[str, int]:
         """Return the bytes this rank holds for the communicator, by purpose.
@@ -189,7 +180,7 @@ class Communicator(Operations):
         collective: str | Collective,
         nbytes: int,
         dtype: Any = ...,
-        op: Any = ...,
+        op: Operator = ...,
         *,
         device: Literal["cpu"] = ...,
     ) -> list[Candidate]: ...
@@ -200,7 +191,7 @@ class Communicator(Operations):
         collective: str | Collective,
         nbytes: int,
         dtype: Any = ...,
-        op: Any = ...,
+        op: Operator = ...,
         *,
         device: Any,
     ) -> list[Candidate] | list[DeviceCandidate]: ...
@@ -210,7 +201,7 @@ class Communicator(Operations):
         collective: str | Collective,
         nbytes: int,
         dtype: Any = DType.FLOAT32,
-        op: Any = SUM,
+        op: Operator = SUM,
         *,
         device: Any = "cpu",
     ) -> list[Candidate] | list[DeviceCandidate]:
@@ -237,10 +228,9 @@ class Communicator(Operations):
                 replace(candidate, transports=transports)
                 for candidate in self._core.planner.candidates(kind, block_bytes, element)
             ]
-        found: list[DeviceCandidate] = self._gpu_by_name(device, "explain").explain(
-            kind, block_bytes, element, op
-        )
-        return found
+        gpu = self._gpu_by_name(device, "explain")
+        with gpu.device_guard():
+            return gpu.explain(kind, block_bytes, element, op)
 
     def summary(self) -> str:
         """Describe the connections of this rank: the transport of each peer and the reason."""
@@ -330,7 +320,8 @@ class Communicator(Operations):
         if self._device is not None:
             # Closing the GPU side waits for the other ranks.
             with self._register_gpu_wait(self._device), self._core.faults.control.enter(FINALIZE):
-                untold = guarded(self._device).close(self._core.faults.raised)
+                with self._device.device_guard():
+                    untold = self._device.close(self._core.faults.raised)
         self._core.finalize()
         if untold is not None:
             raise untold
@@ -339,7 +330,8 @@ class Communicator(Operations):
         """Wait for this rank's GPU and raise the faults that its kernels found."""
         if self._device is not None:
             with self._register_gpu_wait(self._device):
-                guarded(self._device).synchronize()
+                with self._device.device_guard():
+                    self._device.synchronize()
 
     def _register_gpu_wait(
         self, device: DeviceCommunicator | MultiNodeCommunicator

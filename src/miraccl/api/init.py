@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Unpack
 
 from miraccl import trace
 from miraccl.api.communicator import Communicator
 from miraccl.bootstrap import HubServer, UniqueId, connect, create_hub
 from miraccl.bootstrap.launch import detect_launch, join_launch
 from miraccl.errors import BootstrapError, InvalidUsage
-from miraccl.runtime.options import Options
+from miraccl.runtime.options import CommunicatorOptions, Options
 from miraccl.runtime.rendezvous import start_deadline
 from miraccl.runtime.setup_phases import SetupPhases
 
 _FAILED = "failed: "
 
 
-def init(mpi: Any = None, /, **options: Any) -> Communicator:
+def init(mpi: Any = None, /, **options: Unpack[CommunicatorOptions]) -> Communicator:
     """Create the communicator of all ranks that a launcher started, or of an MPI communicator.
 
     Launchers are ``miraccl run``, torchrun, mpirun, srun, or any that sets RANK, WORLD_SIZE,
@@ -55,7 +55,7 @@ def init(mpi: Any = None, /, **options: Any) -> Communicator:
     return Communicator.from_session(session, opts, setup=SetupPhases(session, deadline))
 
 
-def _init_over(mpi: Any, options: dict[str, Any]) -> Communicator:
+def _init_over(mpi: Any, options: CommunicatorOptions) -> Communicator:
     """Create a communicator over an MPI communicator, which carries rank 0's unique id or its
     error.
     """

@@ -21,7 +21,7 @@ from miraccl.types import Collective, DType
 
 @dataclass(frozen=True, kw_only=True)
 class CpuConstants:
-    """Measured constants of a machine (``runtime.measure``).
+    """Measured constants of a machine (``api.measure``).
 
     Attributes:
         sizes: Working set sizes in bytes for ``copy`` and ``fold``.

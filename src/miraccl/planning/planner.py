@@ -20,6 +20,7 @@ from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.limits import SYNCS, check_limits, check_width
 from miraccl.executor.cpu.lower import BlockCounts, Program, Run, lower, signature
 from miraccl.executor.cpu.sizes import size_class
+from miraccl.ops.request import PlanRequest
 from miraccl.planning.cost_model import CommunicatorShape, CpuConstants, predict_us
 from miraccl.schedule import catalog
 from miraccl.schedule.catalog import Algorithm
@@ -81,31 +82,6 @@ class Candidate:
     chosen: bool
     reason: str
     transports: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """Properties of an operation that its run depends on.
-
-    Attributes:
-        in_counts, out_counts: Elements per block on this rank; empty for uneven operations, whose
-            counts come with each call.
-        block_bytes: Common size of the blocks; for uneven operations the size class
-            (``sizes.size_class``) of the largest block of any rank.
-        count: Elements of a block, as all ranks know it; 0 for uneven operations.
-        in_place: True if output and input overlap in the operation's in-place form.
-    """
-
-    collective: Collective
-    dtype: DType
-    op: RedOp
-    root: int
-    in_counts: tuple[int, ...]
-    out_counts: tuple[int, ...]
-    block_bytes: int
-    count: int
-    in_place: bool = False
-    uneven: bool = False
 
 
 def check_protocol(proto: str) -> None:

@@ -100,7 +100,7 @@ def _run_measurement() -> str:
     if "MIRACCL_CACHE_DIR" in os.environ:
         environ["MIRACCL_CACHE_DIR"] = os.environ["MIRACCL_CACHE_DIR"]
     environ[MEASURING_VARIABLE] = str(os.getpid())
-    command = [sys.executable, "-m", "miraccl.runtime.measure"]
+    command = [sys.executable, "-m", "miraccl.api.measure"]
     with subprocess.Popen(
         command,
         env=environ,

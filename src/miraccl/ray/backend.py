@@ -24,7 +24,7 @@ from ray.util.collective.types import (
 
 from miraccl.api.communicator import Communicator
 from miraccl.errors import InvalidUsage, MissingDependency
-from miraccl.ops.arguments import Array, view
+from miraccl.ops.host_arrays import Array, view
 from miraccl.ray.members import rendezvous_by_store
 from miraccl.runtime.options import Options
 from miraccl.types import RedOp

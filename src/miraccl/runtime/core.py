@@ -24,10 +24,15 @@ from miraccl.diagnosis.error_codec import abort_error
 from miraccl.errors import CollectiveTimeout, CommunicatorClosed, InvalidUsage, MiracclError
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.lower import Run
-from miraccl.ops.arguments import MAX_BYTES, data_type
-from miraccl.ops.calls import CallSite, PreparedOp, barrier
+from miraccl.fastpath.fast_calls import FastCalls
+from miraccl.ops.arguments import data_type
+from miraccl.ops.array_errors import MAX_BYTES
+from miraccl.ops.host_arrays import HostReader
+from miraccl.ops.prepare import PreparedOp, barrier
+from miraccl.ops.request import PlanRequest
+from miraccl.ops.spec import BARRIER, OPS, RECV
 from miraccl.planning.cost_model import CommunicatorShape, CpuConstants, default_block_bytes
-from miraccl.planning.planner import Overrides, Planner, PlanRequest
+from miraccl.planning.planner import Overrides, Planner
 from miraccl.planning.tuning import prepare
 from miraccl.runtime import forks, summary
 from miraccl.runtime.exchange import Transfer, TransferEntry, TransferTable
@@ -77,6 +82,7 @@ class CommunicatorCore:
     ) -> None:
         self.session, self.options = session, options
         self.rank, self.nranks = session.rank, session.nranks
+        self.reader = HostReader(self.rank, self.nranks)
         self.closed = False
         self.in_forked_child = False
         self.watched = False
@@ -403,11 +409,16 @@ class CommunicatorCore:
         else:
             self._advance(entries, "send/recv")
 
-    def barrier_fast_entry(self) -> Any:
-        """Return the compiled function that runs a barrier."""
-        call = barrier(CallSite(self.rank, self.nranks, "barrier"))
-        self._barrier_run = self.planner.make_run(call.request)
-        return self.context.fast_call("prepared", Collective.BARRIER, run=self._barrier_run)
+    def fast_calls(self) -> FastCalls:
+        """Return the compiled entry points of operations on CPU memory."""
+        self._barrier_run = self.planner.make_run(barrier().request)
+        prepared = self.context.fast_call("prepared", Collective.BARRIER, run=self._barrier_run)
+        others = {
+            op.name: self.context.fast_call(op.fast_form.value, op.collective, arg=int(op is RECV))
+            for op in OPS.values()
+            if op is not BARRIER
+        }
+        return FastCalls(barrier=prepared, **others)
 
     # ---- memory and plans
 

@@ -18,20 +18,15 @@ from miraccl.executor.cpu.context import PeerConnections
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.lower import Words, signature
 from miraccl.native import atomics
-from miraccl.ops.arguments import HostMemory
+from miraccl.ops import check
+from miraccl.ops.host_arrays import HostMemory
 from miraccl.types import Collective, RedOp
 
 _RECEIVES, _DONE, _ROUNDS = layout.OP_RECEIVES // 8, layout.OP_DONE // 8, layout.OP_SEGMENTS // 8
 _MARK, _MUST, _AFTER = layout.OP_MARK // 8, layout.OP_WAIT // 8, layout.OP_PREDECESSOR // 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Transfer:
-    """One send or receive."""
-
-    receives: bool
-    peer: int
-    memory: HostMemory
+Transfer = check.Transfer[HostMemory]
 
 
 @dataclass(eq=False, kw_only=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
+import difflib
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 
@@ -13,6 +13,26 @@ from miraccl import params
 from miraccl.errors import InvalidUsage
 from miraccl.planning import nccl_hints
 from miraccl.types import Collective
+
+
+class CommunicatorOptions(TypedDict, total=False):
+    """Keyword options of ``init`` and ``Communicator``; None and a missing one mean the default.
+
+    Attributes:
+        timeout: Deadline of every operation, in seconds.
+        algo: Algorithm for every collective that has it, such as ``"ring"``.
+        proto: Protocol: ``"simple"``, ``"ll"`` or, on GPU memory, ``"ll128"``.
+        deterministic: Results depend on neither size, algorithm nor layout.
+        buffsize: Bytes of all FIFOs of a CPU rank; 0 chooses.
+        cta_policy: GPU resources of kernels: ``"default"``, ``"efficiency"`` or ``"zero"``.
+    """
+
+    timeout: float | None
+    algo: str | None
+    proto: str | None
+    deterministic: bool | None
+    buffsize: int | None
+    cta_policy: Literal["default", "efficiency", "zero"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +74,11 @@ class Options:
         **unknown: Any,
     ) -> Options:
         for name in unknown:
-            raise InvalidUsage(f"unknown option {name!r}; known are {', '.join(_NAMES)}")
+            close = difflib.get_close_matches(name, _NAMES, n=1)
+            raise InvalidUsage(
+                f"unknown option {name!r}; known are {', '.join(_NAMES)}",
+                hint=f"did you mean {close[0]!r}?" if close else None,
+            )
         if timeout is not None and (
             isinstance(timeout, bool)
             or not isinstance(timeout, int | float)
@@ -108,9 +132,4 @@ class Options:
         )
 
 
-#: Names of the options that a caller may pass.
-_NAMES = tuple(
-    p.name
-    for p in inspect.signature(Options.create).parameters.values()
-    if p.kind is p.KEYWORD_ONLY
-)
+_NAMES = tuple(CommunicatorOptions.__annotations__)

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from miraccl.executor.cpu.context import nogil_kernel
 from miraccl.executor.cpu.kernels import layout
-from miraccl.fastpath.disabled import not_handled
+from miraccl.fastpath.fast_calls import not_handled
 from miraccl.ops.arguments import reject_stream
 
 if TYPE_CHECKING:
-    from miraccl.ops.calls import PreparedOp
+    from miraccl.ops.prepare import PreparedOp
     from miraccl.runtime.core import CommunicatorCore
 
 

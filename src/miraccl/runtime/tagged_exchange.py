@@ -9,7 +9,7 @@ import numpy as np
 
 from miraccl.errors import CollectiveTimeout, MiracclError
 from miraccl.executor.cpu.kernels import layout
-from miraccl.ops.arguments import Array, view
+from miraccl.ops.host_arrays import Array, view
 from miraccl.runtime.core_access import CoreAccess
 from miraccl.runtime.exchange import Transfer, TransferEntry, TransferTable
 from miraccl.types import Collective

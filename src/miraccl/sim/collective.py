@@ -11,7 +11,7 @@ import numpy as np
 
 from miraccl.diagnosis.error_codec import departure_error
 from miraccl.errors import CollectiveMismatch, PlanMismatch
-from miraccl.ops.calls import PreparedOp
+from miraccl.ops.prepare import PreparedOp
 from miraccl.schedule import catalog
 from miraccl.schedule.interpret import completing_steps
 from miraccl.schedule.ir import Buffer, Schedule

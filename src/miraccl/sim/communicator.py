@@ -14,15 +14,18 @@ from miraccl.api.operations import SUM
 from miraccl.deadline import Deadline
 from miraccl.diagnosis.error_codec import abort_error
 from miraccl.errors import CommunicatorClosed, InvalidUsage, MiracclError
-from miraccl.fastpath.disabled import not_handled
-from miraccl.ops.arguments import MAX_BYTES, data_type, reject_stream
-from miraccl.ops.calls import CallSite, PreparedOp
+from miraccl.fastpath.fast_calls import FastCalls
+from miraccl.ops.arguments import data_type, reject_stream
+from miraccl.ops.array_errors import MAX_BYTES
+from miraccl.ops.device_arrays import is_gpu_array
+from miraccl.ops.host_arrays import HostReader
+from miraccl.ops.prepare import PreparedOp, prepare
+from miraccl.ops.spec import OpSpec
 from miraccl.planning.cost_model import default_block_bytes
 from miraccl.planning.planner import Candidate
 from miraccl.runtime.core import CommunicatorCore
 from miraccl.runtime.exchange import Transfer
 from miraccl.runtime.forks import closed_reason
-from miraccl.runtime.gpu.memory import is_gpu_array
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.sim.collective import VirtualCollective
 from miraccl.sim.group import ControlExchange, VirtualGroup, VirtualWork
@@ -41,6 +44,7 @@ class VirtualCore:
 
     def __init__(self, group: VirtualGroup, rank: int) -> None:
         self.group, self.rank, self.nranks = group, rank, group.nranks
+        self.reader = HostReader(rank, group.nranks)
         self.options, self.planner, self.constants = (
             group.options,
             group.planner,
@@ -210,13 +214,13 @@ class VirtualCommunicator(Communicator):
     """
 
     _core: Any
-    _barrier = staticmethod(not_handled)
 
     def __init__(self, group: VirtualGroup, rank: int) -> None:
         self.rank, self.nranks = rank, group.nranks
         self._virtual = VirtualCore(group, rank)
         self._core = cast("CommunicatorCore", self._virtual)
         self._device = self._background = None
+        self._fast = FastCalls()
         self._splits = 0
 
     @property
@@ -224,26 +228,26 @@ class VirtualCommunicator(Communicator):
         """The ``World`` of this rank."""
         return self._virtual.group.world
 
-    def _gpu_target(self, async_op: bool, stream: Any, *arrays: Any) -> None:
-        if any(is_gpu_array(x) for x in arrays):
-            raise InvalidUsage(
-                "cannot use GPU memory: the ranks of this communicator are virtual", rank=self.rank
-            )
-        reject_stream(stream, self.rank)
-
-    def _gpu_receiver(self, async_op: bool, ordinal: int) -> NoReturn:
-        raise InvalidUsage("cannot use a stream: the ranks are virtual", rank=self.rank)
+    def _run_on_gpu(
+        self, op: OpSpec, args: Sequence[Any], async_op: bool, stream: Any, array: Any = None
+    ) -> NoReturn:
+        raise InvalidUsage(
+            "cannot use GPU memory or streams: the ranks of this communicator are virtual",
+            rank=self.rank,
+        )
 
     def _gpu_by_name(self, device: Any, name: str) -> NoReturn:
         raise InvalidUsage(
             f"{name}: device is {device!r}; virtual ranks have cpu only", rank=self.rank
         )
 
-    def _make_persistent(self, make: Callable[..., PreparedOp], name: str, *args: Any) -> Any:
-        self._core.check(0, name)
-        self._gpu_target(False, None, *args)
-        call = make(CallSite(self.rank, self.nranks, name), *args)
-        return VirtualPersistent(self._virtual, call, name)
+    def _make_persistent(self, spec: OpSpec, args: Sequence[Any]) -> Any:
+        self._core.check(0, spec.name)
+        if any(is_gpu_array(x) for x in args):
+            self._run_on_gpu(spec, args, False, None)
+        return VirtualPersistent(
+            self._virtual, prepare(spec, self._virtual.reader, args), spec.name
+        )
 
     def empty(self, shape: Any, dtype: Any = "float32", device: str = "cpu") -> Any:
         if str(device) != "cpu":

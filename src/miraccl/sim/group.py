@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from miraccl.clock import VirtualClock
 from miraccl.diagnosis.error_codec import departure_error
 from miraccl.errors import CollectiveTimeout, MiracclError
+from miraccl.ops.request import PlanRequest
 from miraccl.planning.cost_model import CommunicatorShape
-from miraccl.planning.planner import Candidate, Overrides, Planner, PlanRequest
+from miraccl.planning.planner import Candidate, Overrides, Planner
 from miraccl.runtime.work import Work, check_timeout
 from miraccl.sim.links import Route
 

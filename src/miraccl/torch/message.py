@@ -10,7 +10,7 @@ import numpy as np
 
 from miraccl.errors import MiracclError
 from miraccl.executor.cpu.kernels import layout
-from miraccl.ops.arguments import Array
+from miraccl.ops.host_arrays import Array
 from miraccl.runtime.exchange import TransferEntry
 from miraccl.torch.tensors import array_at
 

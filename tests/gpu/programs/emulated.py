@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from miraccl.executor.cuda.driver import check
-from miraccl.runtime.gpu.memory import DeviceMemory
+from miraccl.ops.device_arrays import DeviceMemory
 from miraccl.runtime.gpu.windows import DeviceArray
 from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import place, seen

@@ -11,8 +11,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,59 +28,74 @@ from miraccl.fastpath.cuda.foreign_types import (
     ArrayProtocol,
     foreign_record,
 )
+from miraccl.fastpath.fast_calls import FastCall, FastCalls
 from miraccl.native.capsules import pointer_of
 from miraccl.native.hashing import mix
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
 
-FastCall = Callable[..., int]
 Retain = Callable[[list[Any], int], None]
-#: Collective -> (``x`` has a block per rank, ``out`` has one, without ``out`` the result is in
-#: ``x``).
-BLOCK_LAYOUTS = {
-    Collective.ALL_REDUCE: (False, False, True),
-    Collective.ALL_GATHER: (False, True, False),
-    Collective.REDUCE_SCATTER: (True, False, False),
-    Collective.ALL_TO_ALL: (True, True, False),
-    Collective.BROADCAST: (False, False, True),
-    Collective.REDUCE: (False, False, True),
+#: Entry of ``fastpath.cuda.call`` that runs operations of a form of ``FastOp.fast_form``.
+_ENTRIES = {
+    "collective": "collective",
+    "reduce": "collective",
+    "rooted": "message_collective",
+    "uneven": "message_collective",
+    "uneven_reduce": "reductions",
+    "send_recv": "message",
+    "sendrecv": "pair",
 }
-#: Operation -> builtin of ``fastpath.cuda.call``, words of its record after ``FAST_COLLECTS``.
-_MESSAGE_CALLS: dict[str, tuple[str, tuple[int, ...]]] = {
-    "send": ("message", (0,)),
-    "recv": ("message", (1,)),
-    "sendrecv": ("pair", ()),
-    "gather": (
-        "message_collective",
-        (fast_call_layout.ROOTED_OUT, 0, 1, 1, int(Collective.GATHER)),
-    ),
-    "gather_v": (
-        "message_collective",
-        (fast_call_layout.ROOTED_OUT, 0, 1, 0, int(Collective.GATHER)),
-    ),
-    "scatter": (
-        "message_collective",
-        (fast_call_layout.ROOTED_IN, 1, 0, 1, int(Collective.SCATTER)),
-    ),
-    "scatter_v": (
-        "message_collective",
-        (fast_call_layout.ROOTED_IN, 1, 0, 0, int(Collective.SCATTER)),
-    ),
-    "all_gather_v": (
-        "message_collective",
-        (fast_call_layout.NOT_ROOTED, 0, 1, 0, int(Collective.ALL_GATHER)),
-    ),
-    "all_to_all_v": (
-        "message_collective",
-        (fast_call_layout.NOT_ROOTED, 1, 1, 0, int(Collective.ALL_TO_ALL)),
-    ),
-    "reduce_scatter_v": ("reductions", (int(Collective.REDUCE_SCATTER), int(Collective.REDUCE))),
-}
-_COLLECTIVES = {collective.label: collective for collective in BLOCK_LAYOUTS}
-#: Operations with a fast call.
-CALLS = (*_COLLECTIVES, *_MESSAGE_CALLS)
 _OPERATORS = tuple(RedOp(number) for number in range(fast_call_layout.NOPS))
 _LAUNCH_WORDS = fast_call_layout.LAUNCH_BYTES // 8
+
+
+class FastOp(Protocol):
+    """An operation (``ops.spec.OpSpec``), as fast calls see it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def collective(self) -> Collective: ...
+    @property
+    def fast_form(self) -> Enum: ...
+    @property
+    def one_input(self) -> bool: ...
+    @property
+    def one_output(self) -> bool: ...
+    @property
+    def uneven(self) -> bool: ...
+    @property
+    def defaults_to_x(self) -> bool: ...
+    @property
+    def input_on_root(self) -> bool: ...
+    @property
+    def result_on_root(self) -> bool: ...
+    @property
+    def arguments(self) -> tuple[str, ...]: ...
+
+
+def _words(op: FastOp, entry: str, nranks: int) -> tuple[int, ...]:
+    """Return the words of an operation's record after ``FAST_COLLECTS``."""
+    if entry == "message":
+        return (int("src" in op.arguments),)
+    if entry == "pair":
+        return ()
+    if entry == "reductions":
+        return (int(Collective.REDUCE_SCATTER), int(Collective.REDUCE))
+    if entry == "message_collective":
+        rooted = fast_call_layout.ROOTED_IN if op.input_on_root else fast_call_layout.NOT_ROOTED
+        rooted = fast_call_layout.ROOTED_OUT if op.result_on_root else rooted
+        blocks = (int(not op.one_input), int(not op.one_output), int(not op.uneven))
+        return (rooted, *blocks, int(op.collective))
+    third = fast_call_layout.THIRD_OPERATOR if "op" in op.arguments else 0
+    third |= fast_call_layout.THIRD_ROOT if "root" in op.arguments else 0
+    return (
+        int(op.collective),
+        1 if op.one_input else nranks,
+        1 if op.one_output else nranks,
+        third,
+        int(op.defaults_to_x),
+    )
 
 
 def _entry(name: str) -> int:
@@ -217,37 +233,35 @@ class CudaFastPath:
         self._write(fast_call_layout.STATE_CAPTURED, int(is_so))
 
     def fast_call(
-        self, name: str, fallback: FastCall | None = None, *, collects: bool = False
+        self, op: FastOp, fallback: FastCall | None = None, *, collects: bool = False
     ) -> FastCall:
         """Return the builtin of an operation (arguments: ``fastpath.cuda.call``).
 
         ``fallback``: handles the calls that the builtin does not. ``collects``: collect sends and
         receives while a group is open.
         """
-        entry, words = (
-            ("collective", self._collective_words(name))
-            if name in _COLLECTIVES
-            else _MESSAGE_CALLS[name]
-        )
+        entry = _ENTRIES[op.fast_form.value]
+        words = _words(op, entry, self._nranks)
         handed = (0, 0) if fallback is None else native.entry_of(fallback)
         record = np.zeros(fast_call_layout.FAST_WORDS, np.int64)
         record[: 4 + len(words)] = (self._address, *handed, int(collects), *words)
         self._keep_alive.append((record, fallback))
-        return _builtin(name, entry, int(record.ctypes.data))
+        return _builtin(op.name, entry, int(record.ctypes.data))
 
-    def _collective_words(self, name: str) -> tuple[int, ...]:
-        collective = _COLLECTIVES[name]
-        many_in, many_out, in_place = BLOCK_LAYOUTS[collective]
-        third = (fast_call_layout.THIRD_OPERATOR if collective.reduces else 0) | (
-            fast_call_layout.THIRD_ROOT if collective.rooted else 0
-        )
-        return (
-            int(collective),
-            self._nranks if many_in else 1,
-            self._nranks if many_out else 1,
-            third,
-            int(in_place),
-        )
+    def fast_calls(
+        self, ops: Iterable[FastOp], fallback: FastCalls | None = None, *, collects: bool = False
+    ) -> FastCalls:
+        """Return the builtins of all operations; a barrier has none of its own."""
+        found = {
+            op.name: self.fast_call(
+                op, None if fallback is None else fallback.entry(op.name), collects=collects
+            )
+            for op in ops
+            if op.collective is not Collective.BARRIER
+        }
+        if fallback is not None:
+            found["barrier"] = fallback.barrier
+        return FastCalls(**found)
 
     # ---- array types and streams
 
@@ -419,7 +433,7 @@ class CudaFastPath:
         """Enter a launch for blocks of ``count`` elements; ``saturates_gpu``: it may use the whole
         GPU.
         """
-        if collective not in BLOCK_LAYOUTS or dtype not in DL_DTYPES:
+        if dtype not in DL_DTYPES:
             return
         if collective.reduces and not isinstance(op, RedOp):  # PREMUL_SUM with its own scalar
             return

@@ -18,14 +18,15 @@ from miraccl.executor.cuda.plan import DevicePlan, Request
 from miraccl.executor.cuda.staged_copies import StagedLaunch
 from miraccl.fastpath.cuda.table import CudaFastPath
 from miraccl.ops.arguments import resolve_operator
+from miraccl.ops.device_arrays import DeviceMemory
+from miraccl.ops.spec import FastForm
 from miraccl.planning.cta_limits import CtaLimits
 from miraccl.planning.device_candidates import DeviceCandidate, candidates
 from miraccl.planning.device_planner import DevicePlanner
 from miraccl.planning.ring_order import RingOrder
-from miraccl.runtime.gpu.collectives import SUM, DeviceCollectives
 from miraccl.runtime.gpu.engines import MAX_LAUNCHES, CopyEngines
 from miraccl.runtime.gpu.launch_order import SMALL_THREADS
-from miraccl.runtime.gpu.memory import DeviceMemory
+from miraccl.runtime.gpu.operations import SUM, CheckedDeviceCall, DeviceOperations
 from miraccl.runtime.gpu.windows import DeviceWindows
 from miraccl.transport.cuda_p2p import Explanation, SymmetricMemory
 from miraccl.types import Collective, DType, Operator, RedOp
@@ -33,13 +34,12 @@ from miraccl.types import Collective, DType, Operator, RedOp
 AnyLaunch = KernelLaunch | OneSidedLaunch | CopyLaunch | StagedLaunch
 
 
-class CollectiveCalls(DeviceCollectives):
+class CollectiveCalls(DeviceOperations):
     """Collectives of ``DeviceCommunicator``.
 
     The mixin owns the launches; everything else belongs to the communicator.
     """
 
-    closed: bool
     last_plan: DevicePlan | None
     planner: DevicePlanner
     ring: RingOrder
@@ -55,10 +55,24 @@ class CollectiveCalls(DeviceCollectives):
 
     if TYPE_CHECKING:
 
-        def check(self, name: str = "") -> None: ...
         def enter_operation(self, name: str, stream: Any, fills: bool = True) -> int: ...
         def retain(self, views: Sequence[DeviceMemory], number: int) -> None: ...
         def connections(self) -> Explanation: ...
+        def _run_blocks(self, call: CheckedDeviceCall, stream: Any) -> None: ...
+
+    def _execute(self, call: CheckedDeviceCall, stream: Any) -> None:
+        if call.spec.uneven or call.spec.fast_form is FastForm.ROOTED:
+            self._run_blocks(call, stream)
+            return
+        self._run(
+            call.spec.collective,
+            call.source,
+            call.target,
+            call.count,
+            call.operator,
+            call.root,
+            stream,
+        )
 
     def _run(
         self,
@@ -72,9 +86,6 @@ class CollectiveCalls(DeviceCollectives):
     ) -> None:
         if self.closed:  # raises
             self.check(collective.label)
-        self._check_writable(target, collective, root, collective.label)
-        if type(op) is not RedOp:  # reject invalid operators, which may be unhashable, before `key`
-            resolve_operator(op, source.dtype, collective.label)
         if self.nranks == 1 or count == 0:
             enqueued = self._run_alone(collective, source, target, op, stream)
         else:

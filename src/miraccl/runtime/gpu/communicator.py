@@ -16,7 +16,7 @@ import contextlib
 import ctypes
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from miraccl import trace
@@ -42,7 +42,10 @@ from miraccl.executor.cuda.message_launch import MessageLaunches
 from miraccl.executor.cuda.messages import WarpQueueRules
 from miraccl.executor.cuda.one_sided import OneSidedLaunch
 from miraccl.executor.cuda.plan import DevicePlan
-from miraccl.fastpath.cuda.table import CALLS, CudaFastPath, FastCall, group_builtins
+from miraccl.fastpath.cuda.table import CudaFastPath, group_builtins
+from miraccl.fastpath.fast_calls import FastCalls
+from miraccl.ops.device_arrays import DeviceMemory, DeviceReader, array_kinds
+from miraccl.ops.spec import OPS
 from miraccl.planning.cta_limits import CtaLimits
 from miraccl.planning.device_planner import DevicePlanner
 from miraccl.planning.ring_order import RingOrder, find_ring
@@ -56,8 +59,7 @@ from miraccl.runtime.gpu.faults import DeviceFaults
 from miraccl.runtime.gpu.grouped import FastPathGroupable
 from miraccl.runtime.gpu.keep_alive import KeepAlive
 from miraccl.runtime.gpu.launch_order import LaunchOrders, thread_launch_orders
-from miraccl.runtime.gpu.memory import DeviceMemory, array_kinds
-from miraccl.runtime.gpu.messages import MessageCalls, message_frame
+from miraccl.runtime.gpu.messages import MessageOperations, message_frame
 from miraccl.runtime.gpu.probe import DeviceProbe
 from miraccl.runtime.gpu.stream_order import StreamOrder
 from miraccl.runtime.gpu.wait_state import KernelWaitState
@@ -70,7 +72,7 @@ _log = trace.logger("init")
 CLOSE_WAIT_S = 10.0
 
 
-class DeviceCommunicator(CollectiveCalls, MessageCalls, FastPathGroupable):
+class DeviceCommunicator(CollectiveCalls, MessageOperations, FastPathGroupable):
     """Communicator for GPU memory on one host.
 
     Created collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU.
@@ -104,6 +106,7 @@ class DeviceCommunicator(CollectiveCalls, MessageCalls, FastPathGroupable):
             )
         self.planner = DevicePlanner(self.rank, self.nranks, options)
         self.gpu = Gpu(ordinal)
+        self.reader = DeviceReader(self.rank, self.nranks, self.gpu)
         self._plane = plane or NullControlPlane(session)
         self.symmetric = SymmetricMemory(
             self.gpu,
@@ -161,7 +164,7 @@ class DeviceCommunicator(CollectiveCalls, MessageCalls, FastPathGroupable):
         self._launch_order = (launch_orders or thread_launch_orders()).on(ordinal)
         self._fast_path = self._open_fast_path()
         self.streams = StreamOrder(self.gpu, self._fast_path)
-        vars(self).update({f"_{name}": self._fast_path.fast_call(name) for name in CALLS})
+        self.fast = self._fast_path.fast_calls(OPS.values())
         rules = WarpQueueRules(
             nranks=self.nranks,
             multiprocessors=self.ctas.max_sms,
@@ -231,13 +234,9 @@ class DeviceCommunicator(CollectiveCalls, MessageCalls, FastPathGroupable):
         )
         return fast_path
 
-    def install_before(
-        self, fallback: Callable[[str], FastCall | None], cpu_plan: int
-    ) -> dict[str, Callable[..., Any]]:
+    def fast_calls_before(self, fallback: FastCalls, cpu_plan: int) -> FastCalls:
         self._fast_path.set_cpu_plan_word(cpu_plan)
-        return {
-            name: self._fast_path.fast_call(name, fallback(name), collects=True) for name in CALLS
-        }
+        return self._fast_path.fast_calls(OPS.values(), fallback, collects=True)
 
     # ---- running
 
@@ -258,6 +257,11 @@ class DeviceCommunicator(CollectiveCalls, MessageCalls, FastPathGroupable):
             raise
 
     @property
+    def closed(self) -> bool:
+        """True after ``close``, and in a forked child."""
+        return self._closed
+
+    @property
     def last_plan(self) -> DevicePlan | None:
         """Plan of the last operation."""
         launch = self._fast_path.last
@@ -272,6 +276,9 @@ class DeviceCommunicator(CollectiveCalls, MessageCalls, FastPathGroupable):
         """Return the data path of each pair of ranks, with the reason."""
         return self.symmetric.explain()
 
+    def stream_handle(self, stream: Any) -> int:
+        return self.streams.handle(stream)
+
     def last_stream(self, capture: int) -> int:
         """Return the stream of the last operation (``launch_order.Launcher``)."""
         return self.streams.last_stream(capture)
@@ -281,7 +288,7 @@ class DeviceCommunicator(CollectiveCalls, MessageCalls, FastPathGroupable):
 
         ``fills``: the launch may occupy the whole GPU (``launch_order``).
         """
-        if self.closed or self._host[layout.HOST_ABORT]:
+        if self._closed or self._host[layout.HOST_ABORT]:
             self.check(name)
         self.gpu.ensure_current()
         self._fast_path.detect_array_types()
@@ -320,13 +327,13 @@ class DeviceCommunicator(CollectiveCalls, MessageCalls, FastPathGroupable):
 
     def check(self, name: str = "") -> None:
         """Raise if the communicator is closed or has a fault. Does not wait for kernels."""
-        if self.closed:
+        if self._closed:
             raise CommunicatorClosed(closed_reason(self._foreign), rank=self.rank, op=name or None)
         self.faults.check(name)
 
     def abort(self, reason: str = "abort() was called") -> None:
         """End the waits on all ranks' GPUs; later calls raise. Any thread may call it."""
-        if not self.closed:
+        if not self._closed:
             self.faults.abort(reason)
 
     def set_fault(self, fault: MiracclError) -> None:
@@ -334,7 +341,7 @@ class DeviceCommunicator(CollectiveCalls, MessageCalls, FastPathGroupable):
 
         The caller notifies the other ranks.
         """
-        if not self.closed:
+        if not self._closed:
             self.faults.set_fault(fault)
 
     def _is_drained(self) -> bool:
@@ -347,7 +354,7 @@ class DeviceCommunicator(CollectiveCalls, MessageCalls, FastPathGroupable):
 
     def synchronize(self) -> None:
         """Wait for this rank's GPU, then ``check``."""
-        if self.closed:
+        if self._closed:
             self.check()
         self.gpu.make_current()
         self.gpu.synchronize()
@@ -374,9 +381,9 @@ class DeviceCommunicator(CollectiveCalls, MessageCalls, FastPathGroupable):
         after a fault, this rank's memory stays allocated until the process exits: a peer's kernel
         may still write to it.
         """
-        if self.closed:
+        if self._closed:
             return None
-        self.closed = True
+        self._closed = True
         self._fast_path.close()
         self._launch_order.leave(self)
         with contextlib.suppress(MiracclError):
@@ -441,5 +448,5 @@ class DeviceCommunicator(CollectiveCalls, MessageCalls, FastPathGroupable):
 
     def forked(self) -> None:
         """Close in a forked child, where CUDA does not work and pinned memory may be missing."""
-        self.closed = self._foreign = True
+        self._closed = self._foreign = True
         self._fast_path.close()

@@ -2,77 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from miraccl.executor.cuda.message_collectives import op_signature
 from miraccl.fastpath.cuda.table import CudaFastPath
+from miraccl.ops.spec import RECV, SEND, OpSpec
 from miraccl.runtime import group as groups
-from miraccl.runtime.gpu.persistent import bind_result
+from miraccl.runtime.gpu.operations import DeviceOperations, bind_result
 from miraccl.runtime.gpu.work import resolve_stream
 from miraccl.runtime.group import Group
 from miraccl.types import Collective
 
-_POINT_TO_POINT = ("send", "recv", "sendrecv")
 
-
-class Grouped:
-    """Recorder for the methods of ``gpu`` in a group.
+class Recorder:
+    """Calls of ``gpu`` in a group.
 
     All sends and receives run in one launch, then the collectives in call order. Operations in
     several streams run in the first one's stream; the others wait before and after.
     """
 
-    def __init__(self, gpu: Any) -> None:
+    def __init__(self, gpu: DeviceOperations) -> None:
         self._gpu = gpu
-        self._items: list[
-            tuple[int, Any]
-        ] = []  # (stream, transfer or callable that runs a collective) in call order
+        #: (stream, transfer or callable that runs a collective) in call order
+        self._items: list[tuple[int, Any]] = []
         self._arrays: list[Any] = []  # callers may drop theirs before the group ends
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name in _POINT_TO_POINT:
-            transferring: Callable[..., Any] = getattr(self, f"_{name}")
-            return transferring
+    def record(self, op: OpSpec, args: Sequence[Any], stream: Any = None) -> Any:
+        """Check a call, record it, and return its result."""
+        handle = resolve_stream(self._gpu, stream)
+        if op.is_message:
+            return self._record_messages(op, args, handle, stream)
+        result, bound = bind_result(op, args, self._gpu)
+        self._items.append((handle, lambda: self._gpu.execute(op, bound, handle)))
+        return result
 
-        def note(*args: Any, stream: Any = None, **more: Any) -> Any:
-            number, method = resolve_stream(self._gpu, stream), getattr(self._gpu, name)
-            result, args = bind_result(name, args, self._gpu)
-            self._items.append((number, lambda: method(*args, stream=number, **more)))
-            return result
-
-        return note
-
-    def _send(self, x: Any, dst: int, *, stream: Any = None) -> None:
-        self._add(
-            resolve_stream(self._gpu, stream), x, self._gpu.transfer(x, dst, False, "send", stream)
-        )
-
-    def _recv(self, x: Any, src: int, *, stream: Any = None) -> Any:
-        self._add(
-            resolve_stream(self._gpu, stream), x, self._gpu.transfer(x, src, True, "recv", stream)
-        )
-        return x
-
-    def _sendrecv(self, x: Any, dst: int, out: Any, src: int, *, stream: Any = None) -> Any:
-        sent, got = (
-            self._gpu.transfer(*part, "sendrecv", stream)
-            for part in ((x, dst, False), (out, src, True))
-        )
-        self._gpu._check_disjoint(sent.memory, got.memory, "sendrecv")
-        number = resolve_stream(self._gpu, stream)
-        self._add(number, x, sent)
-        self._add(number, out, got)
-        return out
+    def _record_messages(self, op: OpSpec, args: Sequence[Any], handle: int, stream: Any) -> Any:
+        transfers = self._gpu.transfers(op, args, stream)
+        arrays = [args[position] for position in op.array_positions]
+        for array, transfer in zip(arrays, transfers, strict=True):
+            self._add(handle, array, transfer)
+        return op.result(args, self._gpu.rank)
 
     def add(self, stream: int, messages: Sequence[tuple[Any, int, bool]]) -> None:
         """Add checked sends and receives: (array, peer, receives)."""
         for x, peer, receives in messages:
-            self._add(
-                stream,
-                x,
-                self._gpu.transfer(x, peer, receives, "recv" if receives else "send", stream),
-            )
+            (transfer,) = self._gpu.transfers(RECV if receives else SEND, (x, peer), stream)
+            self._add(stream, x, transfer)
 
     def are_collective(self, signature: int, count: int) -> None:
         """Mark the last ``count`` sends and receives as a collective with this signature."""
@@ -110,12 +86,12 @@ class Grouped:
         """Discard the group after an exception."""
 
 
-class Groupable:
+class Groupable(DeviceOperations):
     """Communicator whose calls can be grouped."""
 
-    def grouped(self, group: Group) -> Grouped:
+    def recorder(self, group: Group) -> Recorder:
         """Return the recorder of an open group."""
-        return group.batch(self, Grouped)
+        return group.batch(self, Recorder)
 
 
 class FastPathGroupable(Groupable):
@@ -126,9 +102,9 @@ class FastPathGroupable(Groupable):
     def _hand_over(self, group: Group) -> None:
         """Move the messages that the fast path has recorded to the group."""
         stream, messages, signature = self._fast_path.pop_collected()
-        self.grouped(group).add(stream, messages)
+        self.recorder(group).add(stream, messages)
         if signature:
-            self.grouped(group).are_collective(signature, len(messages))
+            self.recorder(group).are_collective(signature, len(messages))
 
     def are_collective(
         self, collective: Collective, root: int, counts: Sequence[int], count: int
@@ -144,4 +120,4 @@ class FastPathGroupable(Groupable):
         ):
             whole = groups.current()
             assert whole is not None
-            self.grouped(whole).are_collective(signature, count)
+            self.recorder(whole).are_collective(signature, count)

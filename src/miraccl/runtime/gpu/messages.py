@@ -17,12 +17,11 @@ from miraccl.executor.cuda.message_collectives import op_signature
 from miraccl.executor.cuda.messages import MAX_BYTES, P2pMessage, describe_message
 from miraccl.executor.cuda.source import Framing
 from miraccl.executor.cuda.warp_queues import saturates_gpu
-from miraccl.ops.arguments import peer_rank
-from miraccl.runtime.gpu.memory import DeviceMemory, device_view
-from miraccl.runtime.gpu.transfer import DeviceTransfer
-from miraccl.runtime.gpu.uneven import (
-    UnevenCollectives,
-    UnevenRequest,
+from miraccl.ops.device_arrays import DeviceMemory
+from miraccl.runtime.gpu.operations import (
+    CheckedDeviceCall,
+    DeviceOperations,
+    DeviceTransfer,
     sends_and_receives,
     split_by_rank,
 )
@@ -98,8 +97,8 @@ def _format_size(size: int) -> str:
     return describe_message(nbytes, code) if code in DType._value2member_map_ else f"{nbytes} bytes"
 
 
-class MessageCalls(UnevenCollectives):
-    """Message operations of ``DeviceCommunicator``.
+class MessageOperations(DeviceOperations):
+    """Operations of ``DeviceCommunicator`` that run as messages.
 
     The mixin owns ``_messages``; everything else belongs to the communicator.
     """
@@ -123,59 +122,6 @@ class MessageCalls(UnevenCollectives):
         ) -> None: ...
 
     # ---- point to point
-
-    def send(self, x: Any, dst: int, *, stream: Any = None) -> None:
-        """Send ``x`` to rank ``dst``; matches one ``recv`` of equal count and dtype, in order."""
-        if self._send(x, dst, False, stream):
-            self._launch_messages(
-                [self._message(x, dst, False, "x", "send", stream)], "send", stream
-            )
-
-    def recv(self, x: Any, src: int, *, stream: Any = None) -> Any:
-        """Receive from rank ``src`` into ``x``."""
-        if self._recv(x, src, False, stream):
-            self._launch_messages(
-                [self._message(x, src, True, "x", "recv", stream)], "recv", stream
-            )
-        return x
-
-    def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, stream: Any = None) -> Any:
-        """Send ``x`` to ``dst`` and receive ``out`` from ``src`` at the same time."""
-        if not self._sendrecv(x, dst, out, src, False, stream):
-            return out
-        pair = [
-            self._message(x, dst, False, "x", "sendrecv", stream),
-            self._message(out, src, True, "out", "sendrecv", stream),
-        ]
-        (_, sent), (_, got) = pair
-        if (
-            -got.nbytes < got.address - sent.address < sent.nbytes
-        ):  # inlined: the check alone, without the cost of a call
-            self._check_disjoint(pair[0][0], pair[1][0], "sendrecv")
-        self._launch_messages(pair, "sendrecv", stream)
-        return out
-
-    def transfer(
-        self, x: Any, peer: Any, receives: bool, op_name: str, stream: Any = None
-    ) -> DeviceTransfer:
-        """Return one checked argument of ``exchange``."""
-        memory, message = self._message(
-            x, peer, receives, "out" if receives and op_name == "sendrecv" else "x", op_name, stream
-        )
-        return DeviceTransfer(receives=receives, peer=message.peer, memory=memory)
-
-    def _message(
-        self, x: Any, peer: Any, receives: bool, name: str, op_name: str, stream: Any
-    ) -> tuple[DeviceMemory, P2pMessage]:
-        memory = device_view(x, name, op_name, stream, self.gpu)
-        if receives and memory.read_only:
-            raise InvalidUsage(
-                f"{op_name}: cannot receive into {type(x).__name__}: the array is read-only",
-                rank=self.rank,
-            )
-        return memory, _message(
-            receives, peer_rank(peer, "src" if receives else "dst", self.nranks, op_name), memory
-        )
 
     def _launch_messages(
         self,
@@ -225,39 +171,19 @@ class MessageCalls(UnevenCollectives):
         ]
         self._messages.run(words, number, False, op_signature(Collective.BARRIER))
 
-    # ---- collectives with a root or with counts
+    # ---- collectives as messages
 
-    def _run_rooted(
-        self,
-        collective: Collective,
-        source: DeviceMemory,
-        target: DeviceMemory,
-        count: int,
-        op: Operator,
-        root: int,
-        stream: Any,
-    ) -> None:
-        counts = [count] * self.nranks
-        every = counts if self.rank == root else ()
-        sends, receives = (
-            ((count,), every) if collective is Collective.GATHER else (every, (count,))
-        )
-        request = UnevenRequest(
-            collective=collective,
-            source=source,
-            target=target,
-            sends=sends,
-            receives=receives,
-            counts=counts,
-            root=root,
-        )
-        self._run_messages(request, collective.label, stream)
-
-    def _run_uneven(self, request: UnevenRequest, stream: Any) -> None:
-        if request.collective is Collective.REDUCE_SCATTER:
-            self._reduce_blocks(request.source, request.target, request.sends, request.op, stream)
-        else:
-            self._run_messages(request, request.name, stream)
+    def _run_blocks(self, call: CheckedDeviceCall, stream: Any) -> None:
+        """Run a rooted or uneven collective."""
+        if call.spec.op_at:
+            self._reduce_blocks(call.source, call.target, call.sends, call.operator, stream)
+            return
+        sent, received = sends_and_receives(call, self.rank, self.nranks)
+        parts = [(m, _message(False, r, m)) for r, m in sent]
+        parts += [(m, _message(True, r, m)) for r, m in received]
+        counts = call.common_counts(self.nranks)
+        signature = op_signature(call.spec.collective, call.root, counts)
+        self._launch_messages(parts, call.spec.name, stream, signature)
 
     def _reduce_blocks(
         self,
@@ -281,17 +207,6 @@ class MessageCalls(UnevenCollectives):
                 root,
                 stream,
             )
-
-    def _run_messages(self, request: UnevenRequest, name: str, stream: Any) -> None:
-        sent, received = sends_and_receives(request, self.rank, self.nranks)
-        for _, memory in received:
-            if memory.read_only:
-                raise self._read_only_error(name)
-        parts = [(m, _message(False, r, m)) for r, m in sent]
-        parts += [(m, _message(True, r, m)) for r, m in received]
-        self._launch_messages(
-            parts, name, stream, op_signature(request.collective, request.root, request.counts)
-        )
 
 
 def _message(receives: bool, peer: int, memory: DeviceMemory) -> P2pMessage:

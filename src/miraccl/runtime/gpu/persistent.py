@@ -1,44 +1,14 @@
-"""Prepared operations on GPU memory, and the binding of results before an operation runs."""
+"""Prepared operations on GPU memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from miraccl.executor.cuda.contexts import WrongDevice
-from miraccl.runtime.gpu.checks import ArgumentChecks
-from miraccl.runtime.gpu.stream import library_stream_getter
-from miraccl.runtime.gpu.work import StreamBound
-
-#: operations that allocate a result if none is passed: position of `out` in the public arguments
-_OUT_POSITION = {
-    "all_gather": 1,
-    "reduce_scatter": 1,
-    "all_to_all": 1,
-    "gather": 2,
-    "scatter": 2,
-    "all_gather_v": 2,
-    "reduce_scatter_v": 2,
-    "all_to_all_v": 3,
-    "gather_v": 3,
-    "scatter_v": 3,
-}
-
-
-def bind_result(name: str, args: Sequence[Any], gpu: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return (result, arguments with a result array) of an operation that has not run yet.
-
-    ``args``: all arguments in the order of the public method. Invalid arguments raise now. Groups
-    use this as well.
-    """
-    if name == "barrier":
-        return None, ()
-    given = [list(x) if isinstance(x, Iterator) else x for x in args]  # counts are read twice
-    result = getattr(ArgumentChecks(gpu), name)(*given)
-    place = _OUT_POSITION.get(name)
-    if place is not None and given[place] is None:
-        given[place] = result
-    return result, tuple(given)
+from miraccl.ops.spec import OpSpec
+from miraccl.ops.streams import library_stream_getter
+from miraccl.runtime.gpu.operations import DeviceOperations, bind_result
 
 
 class DevicePersistent:
@@ -47,21 +17,28 @@ class DevicePersistent:
     ``op()`` enqueues it in the current stream, ``op(stream=...)`` in another one.
     """
 
-    def __init__(self, gpu: Any, name: str, args: Sequence[Any], cpu_plan: Any) -> None:
+    def __init__(
+        self, gpu: DeviceOperations, op: OpSpec, args: Sequence[Any], cpu_plan: Any
+    ) -> None:
         """``cpu_plan``: word that identifies the last plan on CPU memory."""
-        self.name, self._gpu = name, gpu
-        self.result, bound = bind_result(name, args, gpu)
-        current = next((own for x in args if (own := library_stream_getter(x)) is not None), None)
-        method = getattr(gpu if current is None else StreamBound(gpu, current), name)
-        self._method, self._args, self._cpu_plan = method, bound, cpu_plan
+        self.name, self._gpu, self._op = op.name, gpu, op
+        self.result, self._args = bind_result(op, args, gpu)
+        self._current_stream = next(
+            (own for x in args if (own := library_stream_getter(x)) is not None), None
+        )
+        self._fast_call, self._cpu_plan = gpu.fast.entry(op.name), cpu_plan
 
     def __call__(self, *, stream: Any = None) -> Any:
         self._cpu_plan[0] = 0
+        if stream is None and self._current_stream is not None:
+            stream = self._current_stream()
+        if not self._fast_call(*self._op.fast_call_arguments(self._args, False, stream)):
+            return self.result
         try:
-            self._method(*self._args, stream=stream)
+            self._gpu.execute(self._op, self._args, stream)
         except WrongDevice:
             with self._gpu.gpu.device_guard():
-                self._method(*self._args, stream=stream)
+                self._gpu.execute(self._op, self._args, stream)
         return self.result
 
     def __repr__(self) -> str:

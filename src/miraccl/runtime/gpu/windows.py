@@ -14,9 +14,9 @@ from typing import Any
 
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.copies import WindowPosition
-from miraccl.ops.arguments import MAX_BYTES
+from miraccl.ops.array_errors import MAX_BYTES
+from miraccl.ops.device_arrays import DTYPE_NAMES, DeviceMemory
 from miraccl.runtime.control import ControlPlane
-from miraccl.runtime.gpu.memory import DTYPE_NAMES, DeviceMemory
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.runtime.window import dimensions, element_type
 from miraccl.schedule.reduction import NUMPY_DTYPE

@@ -8,21 +8,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from miraccl import clock
 from miraccl.diagnosis.blocked_ops import BlockedScope, Wait
 from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
 from miraccl.executor.cuda.contexts import WrongDevice
-from miraccl.executor.cuda.gpu import Gpu
+from miraccl.ops.spec import OpSpec
+from miraccl.runtime.gpu.call_context import CallContext, StreamGetter
 from miraccl.runtime.gpu.keep_alive import KeepAlive
+from miraccl.runtime.gpu.operations import DeviceOperations
 from miraccl.runtime.work import Work, check_timeout
 
 POLL_S = 50e-6
 POLL_TIMEOUT_S = 0.02  # time in which a waiting host has polled twice
-Current = Callable[[], Any]
-"""Gives the current stream as an object."""
 
 
 class DeviceWork(Work):
@@ -39,7 +39,7 @@ class DeviceWork(Work):
         stream: int,
         result: Any,
         keep: Any,
-        current: Current | None = None,
+        current: StreamGetter | None = None,
         find_wait: Callable[[], Wait | None] | None = None,
     ) -> None:
         """``current()``: current stream of the arrays' library. ``find_wait()``: wait of a host
@@ -130,74 +130,49 @@ class DeviceWork(Work):
             self._gpu.gpu.destroy_event(event)
 
 
-def resolve_stream(gpu: Any, stream: Any, current: Current | None = None) -> int:
+def resolve_stream(gpu: DeviceOperations, stream: Any, current: StreamGetter | None = None) -> int:
     """Return the handle of a stream argument; None: that of ``current()`` or the current one."""
     if stream is None and current is not None:
         stream = current()
-    number: int = getattr(gpu, "local", gpu).streams.handle(stream)
-    return number
+    return gpu.stream_handle(stream)
 
 
-class StreamBound:
-    """Methods of ``gpu`` or its ``BackgroundCalls`` in the current stream of an array's library."""
-
-    def __init__(self, gpu: Any, current: Current) -> None:
-        self._gpu, self._current = gpu, current
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._gpu, name)
-
-        def call(*args: Any, stream: Any = None, **more: Any) -> Any:
-            if isinstance(self._gpu, BackgroundCalls):
-                return method(*args, stream=stream, current=self._current, **more)
-            return method(*args, stream=self._current() if stream is None else stream, **more)
-
-        return call
-
-
-class BackgroundCalls:
-    """Methods of ``gpu`` that run on a stream of the communicator and return a ``DeviceWork``.
+class BackgroundStream:
+    """Stream of a communicator for ``async_op`` calls, which return a ``DeviceWork``.
 
     An operation begins after the pending work of the current stream. With ``stream`` it runs there,
     in that stream's order.
     """
 
-    def __init__(self, gpu: Any, wait: Callable[[int], Wait | None] = lambda _: None) -> None:
+    def __init__(
+        self, gpu: DeviceOperations, wait: Callable[[int], Wait | None] = lambda _: None
+    ) -> None:
         """``wait(number)``: the host's ``number``-th wait for the communicator's GPU work."""
         self._gpu, self._wait = gpu, wait
         self._own: int | None = None
         self._keep_alive = KeepAlive(gpu.gpu)
         self._numbers = itertools.count(1)
 
-    def __getattr__(self, name: str) -> Callable[..., DeviceWork]:
-        method = getattr(self._gpu, name)
-
-        def start(
-            *args: Any, stream: Any = None, current: Current | None = None, **more: Any
-        ) -> DeviceWork:
-            driver: Gpu = self._gpu.gpu
-            with driver.device_guard():
-                number = (
-                    self._fork(current) if stream is None else resolve_stream(self._gpu, stream)
-                )
-                result = method(*args, stream=number, **more)
-                keep = (args, more, result)
-                if not driver.is_capturing(number):  # memory of a capture belongs to its graph
-                    self._keep_alive.retain(
-                        keep, number
-                    )  # the caller may drop all references at once
-                return DeviceWork(
-                    name, self._gpu, number, result, keep, current, self._wait_provider(number)
-                )
-
-        return start
+    def start(self, op: OpSpec, args: Sequence[Any], context: CallContext) -> DeviceWork:
+        """Start an operation and return its handle."""
+        driver, stream, current = self._gpu.gpu, context.stream, context.current_stream
+        with driver.device_guard():
+            number = self._fork(current) if stream is None else resolve_stream(self._gpu, stream)
+            result = self._gpu.execute(op, args, number)
+            keep = (args, result)
+            if not driver.is_capturing(number):  # memory of a capture belongs to its graph
+                # The caller may drop all references at once.
+                self._keep_alive.retain(keep, number)
+            return DeviceWork(
+                op.name, self._gpu, number, result, keep, current, self._wait_provider(number)
+            )
 
     def _wait_provider(self, stream: int) -> Callable[[], Wait | None] | None:
         """Return the wait state getter of a host that waits for work in ``stream``, or None.
 
         It exists only if the communicator's last operation is in ``stream`` and hence ends last.
         """
-        if getattr(self._gpu, "local", self._gpu).stream != stream:
+        if self._gpu.stream != stream:
             return None
         return functools.partial(self._wait, next(self._numbers))
 
@@ -214,7 +189,7 @@ class BackgroundCalls:
             self._keep_alive.close()
             self._gpu.gpu.destroy_stream(own)
 
-    def _fork(self, current: Current | None) -> int:
+    def _fork(self, current: StreamGetter | None) -> int:
         if self._own is None:
             with self._gpu.gpu.relaxed_capture():
                 self._own = self._gpu.gpu.make_stream()

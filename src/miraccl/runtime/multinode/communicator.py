@@ -30,16 +30,20 @@ from miraccl.errors import (
     PeerDied,
     SystemFailure,
 )
+from miraccl.fastpath.fast_calls import FastCalls
 from miraccl.ops.arguments import resolve_operator
+from miraccl.ops.device_arrays import DeviceMemory, DeviceReader
 from miraccl.planning.device_candidates import DeviceCandidate
 from miraccl.runtime.control import GPU_SETUP, ControlPlane, NullControlPlane
-from miraccl.runtime.gpu.collectives import SUM, DeviceCollectives
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.gpu.grouped import Groupable
 from miraccl.runtime.gpu.launch_order import LaunchOrders
-from miraccl.runtime.gpu.memory import DeviceMemory
-from miraccl.runtime.gpu.transfer import DeviceTransfer
-from miraccl.runtime.gpu.uneven import UnevenRequest, sends_and_receives
+from miraccl.runtime.gpu.operations import (
+    SUM,
+    CheckedDeviceCall,
+    DeviceTransfer,
+    sends_and_receives,
+)
 from miraccl.runtime.multinode import unmatched
 from miraccl.runtime.multinode.faults import MultiNodeFaults
 from miraccl.runtime.multinode.graph_cache import GraphCache
@@ -53,7 +57,7 @@ from miraccl.runtime.multinode.wait_state import MultiNodeWaitState, stream_name
 from miraccl.runtime.options import Options
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.transport.cuda_p2p import Explanation
-from miraccl.types import Collective, DType, Operator
+from miraccl.types import Collective, DType
 
 CLOSE_WAIT_S = 10.0
 OPERATION_FAULTS = (
@@ -114,7 +118,7 @@ def make_device_communicator(
         raise
 
 
-class MultiNodeCommunicator(DeviceCollectives, MultiNodeMessageCalls, Groupable):
+class MultiNodeCommunicator(MultiNodeMessageCalls, Groupable):
     """Communicator for GPU memory over several nodes, one GPU per rank.
 
     ``hosts[r]``: node name of rank r.
@@ -137,6 +141,7 @@ class MultiNodeCommunicator(DeviceCollectives, MultiNodeMessageCalls, Groupable)
             stages or SetupPhases(session, activity=GPU_SETUP),
         )
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
+        self.fast = FastCalls()  # there is no fast path between nodes
         self.layout = NodeLayout.of(session.rank, hosts)
         self.faults = MultiNodeFaults(
             session,
@@ -173,6 +178,7 @@ class MultiNodeCommunicator(DeviceCollectives, MultiNodeMessageCalls, Groupable)
                 self.local.set_fault, incomplete
             )  # with a fault, ``close`` does not wait for peers
             self.gpu = self.local.gpu
+            self.reader = DeviceReader(self.rank, self.nranks, self.gpu)
             self.runtime = MultiNodeRuntime(
                 stages, self.layout, self.gpu, open_cpu, self.faults.fail_staging
             )
@@ -221,24 +227,25 @@ class MultiNodeCommunicator(DeviceCollectives, MultiNodeMessageCalls, Groupable)
     def closed(self) -> bool:
         return self.faults.closed or self.local.closed  # a forked child closes only the node's part
 
+    @property
+    def stream(self) -> int:
+        """Driver handle of the last operation's stream; -1 before the first operation."""
+        return self.local.stream
+
+    def stream_handle(self, stream: Any) -> int:
+        return self.local.stream_handle(stream)
+
     # ---- collectives
 
-    def _run(
-        self,
-        collective: Collective,
-        source: DeviceMemory,
-        target: DeviceMemory,
-        count: int,
-        op: Operator,
-        root: int,
-        stream: Any,
-    ) -> None:
-        resolve_operator(op, source.dtype, collective.label)
-        self._check_writable(target, collective, root, collective.label)
+    def _execute(self, call: CheckedDeviceCall, stream: Any) -> None:
+        if call.spec.uneven:
+            self._run_uneven(call, stream)
+            return
+        collective, source, target = call.spec.collective, call.source, call.target
+        count, op, root = call.count, call.operator, call.root
         if count == 0:
             self.check(collective.label)
             return
-
         run = (
             self.hierarchical.run
             if self.hierarchical.supports(collective, source.dtype, op)
@@ -252,41 +259,35 @@ class MultiNodeCommunicator(DeviceCollectives, MultiNodeMessageCalls, Groupable)
             ):
                 self.local.stream = handle
 
-    _run_rooted = _run
-
-    def _run_uneven(self, request: UnevenRequest, stream: Any) -> None:
-        self._check_writable(request.target, request.collective, request.root, request.name)
-        if request.counts and not any(request.counts):
-            self.check(request.name)
+    def _run_uneven(self, call: CheckedDeviceCall, stream: Any) -> None:
+        op, source, target = call.spec, call.source, call.target
+        common = call.common_counts(self.nranks)
+        if common and not any(common):
+            self.check(op.name)
             return
-        if self._uses_messages(request.collective):
-            sent, received = sends_and_receives(request, self.rank, self.nranks)
-            both = [*((False, *part) for part in sent), *((True, *part) for part in received)]
-            self._exchange(
-                [DeviceTransfer(receives=r, peer=p, memory=m) for r, p, m in both],
-                stream,
-                request.name,
-                request,
-            )
+        if self._uses_messages(op.collective):
+            sent, received = sends_and_receives(call, self.rank, self.nranks)
+            both = [DeviceTransfer(False, *part) for part in sent]
+            both += [DeviceTransfer(True, *part) for part in received]
+            self._exchange(both, stream, op.name, call)
             return
-        source, target = request.source, request.target
         shape = StagedShape(
-            collective=request.collective,
+            collective=op.collective,
             itemsize=source.dtype.itemsize,
             rank=self.rank,
             nranks=self.nranks,
-            root=request.root,
-            sends=tuple(request.sends),
-            receives=tuple(request.receives),
-            counts=tuple(request.counts),
+            root=call.root,
+            sends=tuple(call.in_counts(self.rank, self.nranks)),
+            receives=tuple(call.out_counts(self.rank, self.nranks)),
+            counts=tuple(common),
             uneven=True,
         )
-        with self._operation(request.name, stream, [source, target]) as (handle, captured):
+        with self._operation(op.name, stream, [source, target]) as (handle, captured):
             self.runtime.enqueue(
                 (self.runtime.world,),
                 shape,
                 source.dtype,
-                request.op,
+                call.operator,
                 (source.address, target.address),
                 handle,
                 captured,

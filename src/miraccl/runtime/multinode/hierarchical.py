@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from miraccl.ops.device_arrays import DeviceMemory
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
-from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.multinode.runtime import GPU_REDUCIBLE, MultiNodeRuntime
 from miraccl.runtime.multinode.segments import StagedShape, elements_per_segment
 from miraccl.types import Collective, DType, RedOp

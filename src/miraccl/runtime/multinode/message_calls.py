@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.message_collectives import op_signature
-from miraccl.ops.arguments import peer_rank
+from miraccl.ops.device_arrays import DeviceMemory
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
-from miraccl.runtime.gpu.memory import DeviceMemory, device_view
-from miraccl.runtime.gpu.transfer import DeviceTransfer
-from miraccl.runtime.gpu.uneven import UnevenCollectives, UnevenRequest
+from miraccl.runtime.gpu.operations import (
+    CheckedDeviceCall,
+    DeviceOperations,
+    DeviceTransfer,
+)
 from miraccl.runtime.multinode.graph_cache import GraphCache
 from miraccl.runtime.multinode.node_layout import NodeLayout
 from miraccl.runtime.multinode.runtime import MultiNodeRuntime
 
 
-class MultiNodeMessageCalls(UnevenCollectives):
+class MultiNodeMessageCalls(DeviceOperations):
     """Sends and receives of ``MultiNodeCommunicator``.
 
     The mixin owns the side stream; everything else belongs to the communicator.
@@ -37,45 +37,14 @@ class MultiNodeMessageCalls(UnevenCollectives):
             self, name: str, stream: Any, views: Sequence[DeviceMemory]
         ) -> AbstractContextManager[tuple[int, bool]]: ...
 
-    def send(self, x: Any, dst: int, *, stream: Any = None) -> None:
-        """Send ``x`` to rank ``dst``; matches one ``recv`` of equal count and dtype, in order."""
-        self.exchange([self.transfer(x, dst, False, "send", stream)], stream=stream, name="send")
-
-    def recv(self, x: Any, src: int, *, stream: Any = None) -> Any:
-        """Receive from rank ``src`` into ``x``."""
-        self.exchange([self.transfer(x, src, True, "recv", stream)], stream=stream, name="recv")
-        return x
-
-    def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, stream: Any = None) -> Any:
-        """Send ``x`` to ``dst`` and receive ``out`` from ``src`` at the same time."""
-        pair = [
-            self.transfer(x, dst, False, "sendrecv", stream),
-            self.transfer(out, src, True, "sendrecv", stream),
-        ]
-        self._check_disjoint(pair[0].memory, pair[1].memory, "sendrecv")
-        self.exchange(pair, stream=stream, name="sendrecv")
-        return out
-
-    def transfer(
-        self, x: Any, peer: Any, receives: bool, where: str, stream: Any = None
-    ) -> DeviceTransfer:
-        """Return one checked argument of ``exchange``."""
-        memory = device_view(x, "x", where, stream, self.gpu)
-        if receives and memory.read_only:
-            raise InvalidUsage(
-                f"{where}: cannot receive into {type(x).__name__}: the array is read-only",
-                rank=self.rank,
-            )
-        return DeviceTransfer(
-            receives=receives,
-            peer=peer_rank(peer, "src" if receives else "dst", self.nranks, where),
-            memory=memory,
-        )
-
     def exchange(
-        self, transfers: Sequence[DeviceTransfer], *, stream: Any = None, name: str = "group"
+        self,
+        transfers: Sequence[DeviceTransfer],
+        *,
+        stream: Any = None,
+        name: str = "group",
+        signature: int = 0,
     ) -> None:
-        """Run sends and receives concurrently; between two ranks they match in order."""
         self._exchange(transfers, stream, name)
 
     def _exchange(
@@ -83,25 +52,23 @@ class MultiNodeMessageCalls(UnevenCollectives):
         transfers: Sequence[DeviceTransfer],
         stream: Any,
         name: str,
-        request: UnevenRequest | None = None,
+        collective: CheckedDeviceCall | None = None,
     ) -> None:
         """Run the transfers inside the node in one kernel, the others through the network.
 
         With both kinds the kernel runs in a side stream, so that neither waits for the other. If
-        they form the collective ``request``, both kinds count it, also on ranks without messages of
+        they form ``collective``, both kinds count it, also on ranks without messages of
         that kind.
         """
         local_ranks = self.layout.local_ranks
         local = [
-            dataclasses.replace(t, peer=local_ranks.index(t.peer))
-            for t in transfers
-            if t.peer in local_ranks
+            t._replace(peer=local_ranks.index(t.peer)) for t in transfers if t.peer in local_ranks
         ]
         remote = [t for t in transfers if t.peer not in local_ranks and t.memory.count]
-        kind = None if request is None else (request.collective, request.root)
-        signature = (
-            0 if request is None else op_signature(request.collective, request.root, request.counts)
-        )
+        kind, signature = None, 0
+        if collective is not None:
+            kind = (collective.spec.collective, collective.root)
+            signature = op_signature(*kind, collective.common_counts(self.nranks))
         has_local, has_remote = (
             bool(local) or (kind is not None and self.layout.local_size > 1),
             bool(remote) or kind is not None,

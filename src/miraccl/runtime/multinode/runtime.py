@@ -14,10 +14,10 @@ from miraccl import params
 from miraccl.bootstrap import Session
 from miraccl.errors import MiracclError
 from miraccl.executor.cuda.gpu import Gpu
+from miraccl.ops.device_arrays import DeviceMemory
 from miraccl.runtime.control import GPU_SETUP
 from miraccl.runtime.core_access import core_access
-from miraccl.runtime.gpu.memory import DeviceMemory
-from miraccl.runtime.gpu.transfer import DeviceTransfer
+from miraccl.runtime.gpu.operations import DeviceTransfer
 from miraccl.runtime.multinode.direct import DirectStreams
 from miraccl.runtime.multinode.messages import CollectiveKind, MessageNetwork, MessageStreams
 from miraccl.runtime.multinode.network import (

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from miraccl.runtime.gpu.transfer import DeviceTransfer
+from miraccl.runtime.gpu.operations import DeviceTransfer
 from miraccl.runtime.multinode.network import CpuCommunicator, PythonStaging
 from miraccl.runtime.multinode.segments import ALIGN, SegmentCopy, StagedSegment
 from miraccl.runtime.multinode.staging import PinnedSlots

@@ -1,6 +1,6 @@
 """Measurement of this machine: the constants of ``planning.cost_model``, in one or two seconds.
 
-``python -m miraccl.runtime.measure`` starts two ranks that run real operations, writes the
+``python -m miraccl.api.measure`` starts two ranks that run real operations, writes the
 constants to the cache and prints them; the first communicator of a machine runs it. Each figure is
 the least disturbed of several repetitions. A repetition in which a rank waited for a core does not
 count, so a busy machine gets more of them (at most ``RETRY_FACTOR`` times as many).

@@ -16,20 +16,20 @@ import numpy as np
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import fast_call_layout
 from miraccl.fastpath.cuda.foreign_types import ArrayProtocol
-from miraccl.ops.arguments import (
+from miraccl.ops.array_errors import (
     ALLOWED,
-    IMMUTABLE,
     MAX_BYTES,
-    DLTensor,
-    capsule_of,
     freed_storage_error,
     lazily_negated_error,
     masked_array_error,
-    shape_of,
+    not_contiguous_error,
     too_large_error,
+    unaligned_error,
 )
-from miraccl.runtime.gpu.stream import dlpack_stream, find_current_stream, stream_handle
-from miraccl.types import DL_TYPES, DType
+from miraccl.ops.dlpack import IMMUTABLE, KDLCUDA, read_dlpack
+from miraccl.ops.spec import OpSpec
+from miraccl.ops.streams import dlpack_stream, find_current_stream, stream_handle
+from miraccl.types import DType
 
 if TYPE_CHECKING:
     from miraccl.executor.cuda.gpu import Gpu
@@ -75,7 +75,7 @@ def is_gpu_array(thing: Any) -> bool:
         if flag is not None:
             return bool(flag)
     except Exception:  # a property may raise anything
-        return _dlpack_device(thing)[0] in _DL_CUDA
+        return _dlpack_device(thing)[0] in KDLCUDA
     try:
         # The class first, which is cheap. JAX's class has the attribute, but of its arrays only
         # those on a GPU do.
@@ -84,11 +84,10 @@ def is_gpu_array(thing: Any) -> bool:
         ):
             return True
     except Exception:  # reading the address raises the proper error
-        return _dlpack_device(thing)[0] in (0, *_DL_CUDA)
-    return _dlpack_device(thing)[0] in _DL_CUDA
+        return _dlpack_device(thing)[0] in (0, *KDLCUDA)
+    return _dlpack_device(thing)[0] in KDLCUDA
 
 
-_DL_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of dlpack.h
 #: more bytes than any GPU has: a tensor whose storage was freed has its storage offset as address
 MAX_FREED_ADDRESS = 1 << 40
 
@@ -111,7 +110,7 @@ def device_ordinal(thing: Any) -> int:
     if isinstance(number, int):
         return number
     kind, number = _dlpack_device(thing)
-    if kind in _DL_CUDA:
+    if kind in KDLCUDA:
         return number
     interface = _read_interface(thing, "", "an array")
     if interface is None:
@@ -130,9 +129,7 @@ def current_ordinal() -> int:
         return int(torch.cuda.current_device())
     if cupy is not None:
         return int(cupy.cuda.Device().id)
-    from miraccl.executor.cuda.contexts import (
-        current_ordinal,
-    )
+    from miraccl.executor.cuda.contexts import current_ordinal
 
     return current_ordinal() or 0
 
@@ -161,8 +158,8 @@ def device_view(
             _remember_type(thing, ArrayProtocol(dlpack=False))
         return view
     kind, ordinal = _dlpack_device(thing)
-    if kind in _DL_CUDA:
-        if gpu is not None and kind == _DL_CUDA[0] and ordinal != gpu.ordinal:
+    if kind in KDLCUDA:
+        if gpu is not None and kind == KDLCUDA[0] and ordinal != gpu.ordinal:
             raise _wrong_device(name, op_name, ordinal, gpu)
         view = _view_dlpack(thing, name, op_name, dlpack_stream(stream, ordinal))
         _remember_type(thing, ArrayProtocol(dlpack=True, immutable=immutable))
@@ -225,47 +222,26 @@ def _remember_type(thing: Any, how: ArrayProtocol) -> None:
 
 
 def _view_dlpack(thing: Any, name: str, op_name: str, stream: int) -> DeviceMemory:
-    """Return the memory of a DLPack tensor.
-
-    The capsule is kept, not consumed: the producer's memory is released with its last reference.
-    """
-    try:
-        capsule, pointer, read_only = capsule_of(thing, stream=stream)
-    except Exception as error:
-        raise InvalidUsage(f"{op_name}: cannot read {name} by DLPack: {error}") from error
-    tensor = DLTensor.from_address(pointer)
-    dtype = DL_TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
-    if dtype is None:
-        found = f"({tensor.code}, {tensor.bits} bits)"
-        raise InvalidUsage(f"{op_name}: {name} has DLPack type {found}; allowed are {ALLOWED}")
-    count, dense, shape = 1, True, shape_of(tensor, name, op_name)
-    for axis in reversed(range(tensor.ndim)):
-        dense = dense and (not tensor.strides or shape[axis] == 1 or tensor.strides[axis] == count)
+    """Return the memory of a DLPack tensor, which the capsule keeps alive."""
+    tensor = read_dlpack(thing, name, op_name, stream=stream)
+    count, dense, shape = 1, True, tensor.shape
+    for axis in reversed(range(len(shape))):
+        dense = dense and (
+            tensor.strides is None or shape[axis] == 1 or tensor.strides[axis] == count
+        )
         count *= shape[axis]
     if not dense and count:
-        strides = list(tensor.strides[: tensor.ndim])
-        raise InvalidUsage(
-            f"{op_name}: {name} is not contiguous (shape {list(shape)}, strides {strides} elements)"
-        )
-    _check_size(count, dtype, name, op_name)
-    address = (tensor.data or 0) + tensor.byte_offset
-    if not tensor.data and count:
-        raise freed_storage_error(name, op_name, count)
-    if address % dtype.itemsize:
-        raise _unaligned(name, op_name, dtype)
-    return DeviceMemory(address, count, dtype, capsule, read_only)
+        form = f"shape {list(shape)}, strides {list(tensor.strides or ())} elements"
+        raise not_contiguous_error(name, op_name, form)
+    if tensor.address % tensor.dtype.itemsize:
+        raise unaligned_error(name, op_name, tensor.dtype.itemsize)
+    return DeviceMemory(tensor.address, count, tensor.dtype, tensor.capsule, tensor.read_only)
 
 
 def _check_size(count: int, dtype: DType, name: str, op_name: str) -> None:
     """Raise if no memory can be that large."""
     if count * dtype.itemsize > MAX_BYTES:  # the driver rejects smaller sizes itself
         raise too_large_error(count, dtype.label, name, op_name)
-
-
-def _unaligned(name: str, op_name: str, dtype: DType) -> InvalidUsage:
-    return InvalidUsage(
-        f"{op_name}: {name} is not aligned to its element size of {dtype.itemsize} bytes"
-    )
 
 
 def _on_cpu(name: str, op_name: str) -> InvalidUsage:
@@ -288,8 +264,7 @@ def _view_tensor(tensor: Any, torch: Any, name: str, op_name: str, gpu: Gpu | No
         )
     dtype = _torch_dtypes.get(tensor.dtype)
     if dtype is None:
-        allowed = ", ".join(code.label for code in DType)
-        raise InvalidUsage(f"{op_name}: {name} has dtype {tensor.dtype}; allowed are {allowed}")
+        raise InvalidUsage(f"{op_name}: {name} has dtype {tensor.dtype}; allowed are {ALLOWED}")
     if gpu is None or tensor.get_device() != gpu.ordinal:  # as cheap as is_cuda
         if not tensor.is_cuda:
             raise _on_cpu(name, op_name)
@@ -297,8 +272,7 @@ def _view_tensor(tensor: Any, torch: Any, name: str, op_name: str, gpu: Gpu | No
             raise _wrong_device(name, op_name, tensor.get_device(), gpu)
     if not tensor.is_contiguous():
         form = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
-        text = f"{op_name}: {name} is not contiguous ({form})"
-        raise InvalidUsage(text, hint="pass x.contiguous()")
+        raise not_contiguous_error(name, op_name, form, "pass x.contiguous()")
     if tensor.is_neg():
         raise lazily_negated_error(name, op_name)
     address, count = tensor.data_ptr(), tensor.numel()
@@ -398,16 +372,15 @@ def _view_interface(thing: Any, interface: dict[str, Any], name: str, op_name: s
         expected = size
         for length, stride in zip(reversed(shape), reversed(strides)):
             if length != 1 and stride != expected:
-                raise InvalidUsage(
-                    f"{op_name}: {name} is not contiguous (shape {shape}, strides {strides} bytes)"
-                )
+                form = f"shape {shape}, strides {strides} bytes"
+                raise not_contiguous_error(name, op_name, form)
             expected *= length
     address, read_only = interface["data"]
     if not address and count:
         raise freed_storage_error(name, op_name, count)
     address = int(address or 0)
     if address % size:
-        raise _unaligned(name, op_name, dtype)
+        raise unaligned_error(name, op_name, size)
     if interface.get("mask") is not None:
         raise masked_array_error(name, op_name)
     return DeviceMemory(address, count, dtype, None, bool(read_only))
@@ -424,3 +397,23 @@ def empty_like(thing: Any, count: int, op_name: str) -> Any:
         with thing.device:  # allocates on that device
             return make(count, dtype=thing.dtype)
     raise InvalidUsage(f"{op_name}: cannot allocate a result like {type(thing).__name__}: pass out")
+
+
+class DeviceReader:
+    """Arrays in the memory of one GPU, for ``ops.check``."""
+
+    def __init__(self, rank: int, nranks: int, gpu: Gpu) -> None:
+        self.rank, self.nranks, self._gpu = rank, nranks, gpu
+
+    def view(self, obj: Any, name: str, op: str, stream: Any, writes: bool) -> DeviceMemory:
+        memory = device_view(obj, name, op, stream, self._gpu)
+        if writes and memory.read_only:
+            raise InvalidUsage(
+                f"{op}: {name} is read-only, but the result is written to it",
+                rank=self.rank,
+                hint="pass a writable array as out; JAX arrays are immutable",
+            )
+        return memory
+
+    def allocate(self, spec: OpSpec, x: Any, source: DeviceMemory, count: int) -> Any:
+        return empty_like(x, count, spec.name)
