@@ -31,9 +31,9 @@ from numba import njit
 from miraccl import params
 from miraccl.api.communicator import Communicator
 from miraccl.native.intrinsics import load32, pause, sched_yield
+from miraccl.ops.device_arrays import DeviceMemory
 from miraccl.proxy.kernels.staging_layout import READY_OFFSET, SLOT_STRIDE
 from miraccl.runtime.core_access import core_access
-from miraccl.ops.device_arrays import DeviceMemory
 from miraccl.runtime.gpu.operations import DeviceTransfer
 from miraccl.runtime.multinode.direct import DirectStreams
 from miraccl.runtime.multinode.messages import MessageNetwork, MessageStreams

@@ -176,7 +176,9 @@ def test_arrays_that_a_door_must_refuse(comm: Communicator) -> None:
     ):
         assert entered(comm, bad) == layout.NOT_HANDLED
     # an overlap that is not "in place"
-    assert comm._fast.all_reduce(good[:32], good[1:33], RedOp.SUM, False, None) == layout.NOT_HANDLED
+    assert (
+        comm._fast.all_reduce(good[:32], good[1:33], RedOp.SUM, False, None) == layout.NOT_HANDLED
+    )
     # a stream, work in the background, or what only Python can tell
     for options in (
         (True, None),

@@ -34,8 +34,8 @@ from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cuda import layout
 from miraccl.ops.device_arrays import DeviceMemory
 from miraccl.ops.spec import RECV, SEND
-from miraccl.runtime.gpu.operations import DeviceTransfer
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
+from miraccl.runtime.gpu.operations import DeviceTransfer
 from miraccl.runtime.multinode import communicator as several
 from miraccl.runtime.multinode import graph_cache
 from miraccl.runtime.multinode import runtime as hosts_jobs

@@ -209,7 +209,9 @@ def reduce_fast_path(root: int, algo: str) -> None:
         prepared = comm.reduce_init(mine, root, got)
 
         def door(x: Any = mine, out: Any = got, op: Any = RedOp.SUM, at_root: Any = root) -> int:
-            return comm._fast.reduce(x, out if me == root else "not looked at", op, False, None, at_root)
+            return comm._fast.reduce(
+                x, out if me == root else "not looked at", op, False, None, at_root
+            )
 
         for op, want in ((RedOp.SUM, total), (RedOp.MAX, np.full(6, float(n)))):
             assert door(op=op) == layout.NOT_HANDLED
@@ -234,7 +236,8 @@ def reduce_fast_path(root: int, algo: str) -> None:
             assert door(out=got[:-1]) == layout.NOT_HANDLED
             assert door(out=got.astype(np.float32)) == layout.NOT_HANDLED
             assert (
-                comm._fast.reduce(got[:5], got[1:], RedOp.SUM, False, None, root) == layout.NOT_HANDLED
+                comm._fast.reduce(got[:5], got[1:], RedOp.SUM, False, None, root)
+                == layout.NOT_HANDLED
             )  # overlapping
         comm.barrier()
         comm.finalize()

@@ -316,22 +316,24 @@ class Communicator(Collectives, UnevenCollectives, Messages, PersistentOperation
         self._core.cancel_pending_setup()
         if self._background is not None:
             self._background.close()
-        untold = None
+        pending = None
         if self._device is not None:
             # Closing the GPU side waits for the other ranks.
-            with self._register_gpu_wait(self._device), self._core.faults.control.enter(FINALIZE):
-                with self._device.device_guard():
-                    untold = self._device.close(self._core.faults.raised)
+            with (
+                self._register_gpu_wait(self._device),
+                self._core.faults.control.enter(FINALIZE),
+                self._device.device_guard(),
+            ):
+                pending = self._device.close(self._core.faults.raised)
         self._core.finalize()
-        if untold is not None:
-            raise untold
+        if pending is not None:
+            raise pending
 
     def synchronize(self) -> None:
         """Wait for this rank's GPU and raise the faults that its kernels found."""
         if self._device is not None:
-            with self._register_gpu_wait(self._device):
-                with self._device.device_guard():
-                    self._device.synchronize()
+            with self._register_gpu_wait(self._device), self._device.device_guard():
+                self._device.synchronize()
 
     def _register_gpu_wait(
         self, device: DeviceCommunicator | MultiNodeCommunicator

@@ -1,4 +1,6 @@
-"""Validation of the arguments of operations that are not arrays: operators, types, ranks, counts."""
+"""Validation of the arguments of operations that are not arrays: operators, types, ranks,
+counts.
+"""
 
 from __future__ import annotations
 

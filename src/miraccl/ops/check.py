@@ -267,7 +267,9 @@ def _check_in_place(
     rank: int,
     count: int,
 ) -> None:
-    """Raise unless ``out``, ``offset`` bytes after ``x``, is the in-place form: a rank's own block."""
+    """Raise unless ``out``, ``offset`` bytes after ``x``, is the in-place form: a rank's own
+    block.
+    """
     if not spec.one_input and not spec.one_output:
         raise InvalidUsage(f"{spec.name}: x and out must not overlap: it has no in-place form")
     expected = 0

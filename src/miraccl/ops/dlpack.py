@@ -1,7 +1,7 @@
 """Tensors read through DLPack (dlpack.h, version 1), in CPU and GPU memory.
 
-The capsule is kept, not consumed: the producer's reference to the tensor is dropped when the capsule
-is freed. NumPy's importer supports neither bfloat16 nor 8-bit floats.
+The capsule is kept, not consumed: the producer's reference to the tensor is dropped when the
+capsule is freed. NumPy's importer supports neither bfloat16 nor 8-bit floats.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class DeviceCommunicator(CollectiveCalls, MessageOperations, FastPathGroupable):
             )
             stream_states.add(self.wait_state)
             deadlock_detector.wake()  # kernels cannot do that
-        self.closed = self._foreign = False
+        self._closed = self._foreign = False
         forks.register(self)
         if _log.isEnabledFor(logging.INFO):
             kinds = {
