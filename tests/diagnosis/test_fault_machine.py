@@ -18,7 +18,7 @@ from miraccl.diagnosis.fault_machine import (
     FaultState,
     FinalMismatch,
     NotifyPeers,
-    Origin,
+    FaultOrigin,
     Publish,
     Raised,
 )
@@ -59,23 +59,23 @@ def test_fault_of_a_peer_is_not_sent_back() -> None:
         EndWaits(error=DEATH),
         Publish(error=DEATH),
     ]
-    assert machine.origin is Origin.PEER
+    assert machine.origin is FaultOrigin.PEER
 
 
 def test_root_cause_of_the_engine_replaces_a_death_once() -> None:
     machine = FaultMachine()
     machine.handle(FaultReceived(error=DEATH))
-    found = FaultFound(error=MISMATCH, origin=Origin.ENGINE, root_cause=True)
+    found = FaultFound(error=MISMATCH, origin=FaultOrigin.ENGINE, root_cause=True)
     assert machine.handle(found)[-1] == Publish(error=MISMATCH)
     again = CollectiveMismatch("another")
-    assert machine.handle(FaultFound(error=again, origin=Origin.ENGINE, root_cause=True)) == []
+    assert machine.handle(FaultFound(error=again, origin=FaultOrigin.ENGINE, root_cause=True)) == []
     assert machine.fault is MISMATCH
 
 
 def test_late_finding_that_is_not_the_root_cause() -> None:
     machine = FaultMachine()
     machine.handle(FaultReceived(error=DEATH))
-    late = FaultFound(error=TIMEOUT, origin=Origin.ENGINE, counts_late=True)
+    late = FaultFound(error=TIMEOUT, origin=FaultOrigin.ENGINE, counts_late=True)
     assert machine.handle(late) == []
     assert machine.fault is DEATH
     assert machine.found_by_engine
@@ -87,7 +87,7 @@ def test_abort_while_a_kernel_has_reported() -> None:
     actions = machine.handle(FaultFound(error=ABORT, superseded=True))
     assert actions == [NotifyPeers(error=ABORT), EndWaits(error=None)]
     assert machine.state is FaultState.HEALTHY
-    machine.handle(FaultFound(error=TIMEOUT, origin=Origin.ENGINE))
+    machine.handle(FaultFound(error=TIMEOUT, origin=FaultOrigin.ENGINE))
     assert machine.fault is TIMEOUT
 
 
@@ -107,7 +107,7 @@ def test_closed_machine_does_nothing() -> None:
 def test_reported_fault_stays_reported_after_close() -> None:
     """The end of a communicator must not report it a second time."""
     machine = FaultMachine()
-    machine.handle(FaultFound(error=TIMEOUT, origin=Origin.ENGINE))
+    machine.handle(FaultFound(error=TIMEOUT, origin=FaultOrigin.ENGINE))
     machine.handle(Raised())
     machine.handle(Closed())
     assert machine.reported
@@ -121,10 +121,10 @@ def test_reported_fault_stays_reported_after_close() -> None:
         (FaultReceived(error=MISMATCH), True, False, False),
         (FaultReceived(error=DEATH), False, False, False),  # no result of this rank is invalid
         (FaultReceived(error=DEATH), False, True, True),
-        (FaultReceived(error=DEATH, origin=Origin.HOST), False, True, False),
+        (FaultReceived(error=DEATH, origin=FaultOrigin.HOST), False, True, False),
         (FaultFound(error=TIMEOUT), False, True, False),
-        (FaultFound(error=TIMEOUT, origin=Origin.ENGINE), True, False, True),
-        (FaultFound(error=ABORT, origin=Origin.ENGINE), False, True, False),
+        (FaultFound(error=TIMEOUT, origin=FaultOrigin.ENGINE), True, False, True),
+        (FaultFound(error=ABORT, origin=FaultOrigin.ENGINE), False, True, False),
         (FinalMismatch(error=MISMATCH), True, False, True),
     ],
 )
@@ -142,12 +142,14 @@ _INPUTS = st.one_of(
     st.builds(
         FaultFound,
         error=_ERRORS,
-        origin=st.sampled_from(Origin),
+        origin=st.sampled_from(FaultOrigin),
         root_cause=st.booleans(),
         counts_late=st.booleans(),
         superseded=st.booleans(),
     ),
-    st.builds(FaultReceived, error=_ERRORS, origin=st.sampled_from([Origin.PEER, Origin.HOST])),
+    st.builds(
+        FaultReceived, error=_ERRORS, origin=st.sampled_from([FaultOrigin.PEER, FaultOrigin.HOST])
+    ),
     st.builds(FinalMismatch, error=_ERRORS),
     st.just(Closed()),
 )

@@ -105,10 +105,16 @@ class Communicator(Collectives, UnevenCollectives, Messages, PersistentOperation
         """Create a communicator over an established session.
 
         Args:
+            session: Control plane of the ranks.
+            options: Options of the communicator.
             parent: Communicator whose cost model and launch order the new one shares.
             setup: Phases of that session, if they share a deadline with more than this creation.
             launch_orders: Returns the order of kernel launches that this communicator and its
-                children join, called on first GPU use.
+                children
+                join, called on first GPU use.
+
+        Raises:
+            BootstrapError, PlanMismatch, PeerDied, SystemFailure: The ranks could not connect.
         """
         self = cls.__new__(cls)
         self._start(session, options, setup, parent, launch_orders)
@@ -170,6 +176,9 @@ class Communicator(Collectives, UnevenCollectives, Messages, PersistentOperation
         """Return the bytes this rank holds for the communicator, by purpose.
 
         Keys starting with ``gpu_`` (GPU memory and pinned host memory) exist once a GPU is used.
+
+        Raises:
+            CommunicatorClosed: The communicator was finalized.
         """
         gpu = self._device.memory() if self._device is not None else {}
         return self._core.memory() | {f"gpu_{name}": nbytes for name, nbytes in gpu.items()}
@@ -233,7 +242,11 @@ class Communicator(Collectives, UnevenCollectives, Messages, PersistentOperation
             return gpu.explain(kind, block_bytes, element, op)
 
     def summary(self) -> str:
-        """Describe the connections of this rank: the transport of each peer and the reason."""
+        """Describe the connections of this rank: the transport of each peer and the reason.
+
+        Raises:
+            CommunicatorClosed: The communicator was finalized.
+        """
         return "\n".join([self._core.describe(), *explain_transports(self._core.fabric.choices)])
 
     @property
@@ -272,7 +285,16 @@ class Communicator(Collectives, UnevenCollectives, Messages, PersistentOperation
     def split_within(
         self, deadline: Deadline, color: int | None, key: int = 0
     ) -> Communicator | None:
-        """Run ``split`` under the given deadline."""
+        """Run ``split`` under the given deadline.
+
+        Args:
+            deadline: End of the setup of the new communicator.
+            color: Ranks with the same color form a communicator; None takes part in none.
+            key: Order of the ranks in the new communicator.
+
+        Raises:
+            MiracclError: As ``split``.
+        """
         session = self._core.split(color, key, self._splits + 1, deadline)
         self._splits += 1  # after the checks: a rejected call is unknown to the other ranks
         if session is None:
@@ -295,10 +317,13 @@ class Communicator(Collectives, UnevenCollectives, Messages, PersistentOperation
     def abort(self, reason: str = "abort() was called") -> None:
         """End the communicator on all ranks; waiting ranks raise ``CommunicatorAborted``.
 
-        Callable from any thread.
+        Callable from any thread, any number of times.
 
         Args:
             reason: Text for the errors of the other ranks.
+
+        Raises:
+            MiracclError: Never; a communicator that has ended stays as it is.
         """
         if self._device is not None and not self._core.in_forked_child:
             self._device.abort(reason)
@@ -330,7 +355,11 @@ class Communicator(Collectives, UnevenCollectives, Messages, PersistentOperation
             raise pending
 
     def synchronize(self) -> None:
-        """Wait for this rank's GPU and raise the faults that its kernels found."""
+        """Wait for this rank's GPU.
+
+        Raises:
+            CollectiveTimeout, CollectiveMismatch, PeerDied: The fault that kernels have found.
+        """
         if self._device is not None:
             with self._register_gpu_wait(self._device), self._device.device_guard():
                 self._device.synchronize()

@@ -132,43 +132,119 @@ class PersistentOperations(Dispatcher):
     def all_reduce_init(
         self, x: Any, out: Any = None, op: Operator = SUM
     ) -> Persistent | DevicePersistent:
-        """Prepare a persistent ``all_reduce`` with these arguments.
+        """Prepare a persistent ``all_reduce``: ``op = comm.all_reduce_init(x)`` checks and plans
+        once.
 
-        ``op = comm.all_reduce_init(x)`` checks and plans once; each ``op()`` runs on the same
-        buffers. All ranks create and call persistent operations in the same order.
+        Each ``op()`` runs on the same buffers.  All ranks create and call persistent operations in
+        the same order.
+
+        Args:
+            x: Array to reduce, of any shape; reduced in place without ``out``.
+            out: Array of the same size for the result.
+            op: Reduction operator.
+
+        Raises:
+            InvalidUsage: An argument is wrong; a call of the operation raises what ``all_reduce``
+                does.
         """
         return self._make_persistent(spec.ALL_REDUCE, (x, out, op))
 
     def all_gather_init(self, x: Any, out: Any = None) -> Persistent | DevicePersistent:
-        """Prepare a persistent ``all_gather`` with these arguments."""
+        """Prepare a persistent ``all_gather`` (see ``all_reduce_init``).
+
+        Args:
+            x: This rank's block.
+            out: Array of ``nranks`` blocks; created if it is None.
+
+        Raises:
+            InvalidUsage: An argument is wrong; a call of the operation raises what ``all_gather``
+                does.
+        """
         return self._make_persistent(spec.ALL_GATHER, (x, out))
 
     def reduce_scatter_init(
         self, x: Any, out: Any = None, op: Operator = SUM
     ) -> Persistent | DevicePersistent:
-        """Prepare a persistent ``reduce_scatter`` with these arguments."""
+        """Prepare a persistent ``reduce_scatter`` (see ``all_reduce_init``).
+
+        Args:
+            x: Array of ``nranks`` blocks.
+            out: Array for this rank's block; created if it is None.
+            op: Reduction operator.
+
+        Raises:
+            InvalidUsage: An argument is wrong; a call of the operation raises what
+                ``reduce_scatter`` does.
+        """
         return self._make_persistent(spec.REDUCE_SCATTER, (x, out, op))
 
     def broadcast_init(self, x: Any, root: int = 0) -> Persistent | DevicePersistent:
-        """Prepare a persistent ``broadcast`` with these arguments."""
+        """Prepare a persistent ``broadcast`` (see ``all_reduce_init``).
+
+        Args:
+            x: Array that the root sends and the other ranks receive into.
+            root: Rank that sends.
+
+        Raises:
+            InvalidUsage: An argument is wrong; a call of the operation raises what ``broadcast``
+                does.
+        """
         return self._make_persistent(spec.BROADCAST, (x, root))
 
     def reduce_init(
         self, x: Any, root: int = 0, out: Any = None, op: Operator = SUM
     ) -> Persistent | DevicePersistent:
-        """Prepare a persistent ``reduce`` with these arguments."""
+        """Prepare a persistent ``reduce`` (see ``all_reduce_init``).
+
+        Args:
+            x: Array to reduce.
+            root: Rank that gets the result.
+            out: Array for the result, on the root only; in place without it.
+            op: Reduction operator.
+
+        Raises:
+            InvalidUsage: An argument is wrong; a call of the operation raises what ``reduce`` does.
+        """
         return self._make_persistent(spec.REDUCE, (x, root, out, op))
 
     def all_to_all_init(self, x: Any, out: Any = None) -> Persistent | DevicePersistent:
-        """Prepare a persistent ``all_to_all`` with these arguments."""
+        """Prepare a persistent ``all_to_all`` (see ``all_reduce_init``).
+
+        Args:
+            x: Array of ``nranks`` blocks, one for each rank.
+            out: Array for the blocks of all ranks; created if it is None.
+
+        Raises:
+            InvalidUsage: An argument is wrong; a call of the operation raises what ``all_to_all``
+                does.
+        """
         return self._make_persistent(spec.ALL_TO_ALL, (x, out))
 
     def gather_init(self, x: Any, root: int = 0, out: Any = None) -> Persistent | DevicePersistent:
-        """Prepare a persistent ``gather`` with these arguments."""
+        """Prepare a persistent ``gather`` (see ``all_reduce_init``).
+
+        Args:
+            x: This rank's block.
+            root: Rank that gets all blocks.
+            out: Array of ``nranks`` blocks, on the root only; created if it is None.
+
+        Raises:
+            InvalidUsage: An argument is wrong; a call of the operation raises what ``gather`` does.
+        """
         return self._make_persistent(spec.GATHER, (x, root, out))
 
     def scatter_init(
         self, x: Any = None, root: int = 0, out: Any = None
     ) -> Persistent | DevicePersistent:
-        """Prepare a persistent ``scatter`` with these arguments."""
+        """Prepare a persistent ``scatter`` (see ``all_reduce_init``).
+
+        Args:
+            x: Array of ``nranks`` blocks, on the root only.
+            root: Rank that has all blocks.
+            out: Array for this rank's block.
+
+        Raises:
+            InvalidUsage: An argument is wrong; a call of the operation raises what ``scatter``
+                does.
+        """
         return self._make_persistent(spec.SCATTER, (x, root, out))

@@ -561,6 +561,10 @@ def get_unique_id() -> UniqueId:
 
     All ranks need the id; ``str(id)`` fits into an environment variable. The rendezvous ends when
     all ranks have left.
+
+    Raises:
+        SystemFailure: A socket or thread cannot be created.
+        InvalidUsage: SOCKET_IFNAME matches no usable interface.
     """
     unique_id, hub = create_hub()
     _unowned[:] = [other for other in _unowned if other.alive]

@@ -22,8 +22,13 @@ PREFIX = "miraccl:"
 class UniqueId:
     """Addresses and secret of a job.
 
-    ``addresses``: (host, port) in the order to try them; loopback addresses are tried only on the
-    host of the hub. ``secret``: 32 bytes. ``host``: network fingerprint of the hub's host.
+    Args:
+        addresses: (host, port) in the order to try them; loopback addresses are tried only on the
+            host
+            of the hub.
+        secret: 32 bytes.
+        host: Network fingerprint of the hub's host.
+        version: Version of the encoding.
     """
 
     addresses: tuple[tuple[str, int], ...]
@@ -48,6 +53,11 @@ class UniqueId:
             )
 
     def to_bytes(self) -> bytes:
+        """Encode the id as at most ``MAX_BYTES`` bytes.
+
+        Raises:
+            InvalidUsage: Never for an id that exists.
+        """
         return framing.encode(
             _Fields(
                 version=self.version,
@@ -60,7 +70,14 @@ class UniqueId:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> UniqueId:
-        """Decode the result of ``to_bytes``. Raises ``InvalidUsage`` for anything else."""
+        """Decode the result of ``to_bytes``.
+
+        Args:
+            data: The encoded id.
+
+        Raises:
+            InvalidUsage: The bytes are not an encoded id.
+        """
         try:
             if len(data) > cls.MAX_BYTES:
                 raise ProtocolError("too long")
@@ -84,6 +101,14 @@ class UniqueId:
 
     @classmethod
     def parse(cls, text: str) -> UniqueId:
+        """Parse the result of ``str(unique_id)``.
+
+        Args:
+            text: The printable form.
+
+        Raises:
+            InvalidUsage: The text is not a unique id.
+        """
         text = text.strip()
         if not text.startswith(PREFIX):
             raise InvalidUsage(f"cannot parse the unique id: it does not start with {PREFIX!r}")

@@ -32,7 +32,7 @@ class FaultState(enum.Enum):
     CLOSED = "the communicator is closed; nothing is done any more"
 
 
-class Origin(enum.Enum):
+class FaultOrigin(enum.Enum):
     """Finder of a fault."""
 
     HOST = "a call or a thread of this rank"
@@ -54,7 +54,7 @@ class FaultFound:
     """
 
     error: MiracclError
-    origin: Origin = Origin.HOST
+    origin: FaultOrigin = FaultOrigin.HOST
     root_cause: bool = False
     counts_late: bool = False
     superseded: bool = False
@@ -65,7 +65,7 @@ class FaultReceived:
     """A peer has reported a fault or died; ``origin`` HOST: another part of this rank knows it."""
 
     error: MiracclError
-    origin: Origin = Origin.PEER
+    origin: FaultOrigin = FaultOrigin.PEER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class FaultMachine:
     def __init__(self, log: list[Any] | None = None) -> None:
         self.state = FaultState.HEALTHY
         self.fault: MiracclError | None = None
-        self.origin: Origin | None = None
+        self.origin: FaultOrigin | None = None
         self.found_by_engine = False
         self.reported = False
         self._has_root_cause = False
@@ -166,7 +166,7 @@ class FaultMachine:
         if isinstance(event, FinalMismatch):
             if self.fault is not None:
                 return []
-            self._set(event.error, Origin.ENGINE, "final mismatch")
+            self._set(event.error, FaultOrigin.ENGINE, "final mismatch")
             self.found_by_engine = True
             return [Publish(error=event.error)]
         self.reported |= isinstance(event, Raised)
@@ -176,7 +176,7 @@ class FaultMachine:
     def _found(self, event: FaultFound) -> list[Action]:
         if event.superseded:
             return [NotifyPeers(error=event.error), EndWaits(error=None)]
-        from_engine = event.origin is Origin.ENGINE
+        from_engine = event.origin is FaultOrigin.ENGINE
         # An abort is not a finding: results are invalid because of it, not because of an error.
         counts = from_engine and not isinstance(event.error, CommunicatorAborted)
         counts &= event.counts_late or self.fault is None
@@ -193,7 +193,7 @@ class FaultMachine:
             Publish(error=event.error),
         ]
 
-    def _set(self, error: MiracclError, origin: Origin, event: str) -> None:
+    def _set(self, error: MiracclError, origin: FaultOrigin, event: str) -> None:
         self._advance(event)
         self.fault, self.origin = error, origin
 
@@ -210,7 +210,7 @@ class FaultMachine:
         if self.fault is None or self.reported:
             return None
         void = self.found_by_engine or (
-            self.origin is Origin.PEER
+            self.origin is FaultOrigin.PEER
             and not already_reported
             and (isinstance(self.fault, CollectiveMismatch) or stopped)
         )

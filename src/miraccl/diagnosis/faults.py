@@ -23,7 +23,7 @@ from miraccl.diagnosis.fault_machine import (
     FaultReceived,
     Input,
     NotifyPeers,
-    Origin,
+    FaultOrigin,
     Publish,
     Raised,
 )
@@ -105,7 +105,7 @@ class CommunicatorFaults(abc.ABC):
 
     def set_fault(self, error: MiracclError) -> MiracclError:
         """Set a fault that the peers know, unless there is one; return the one that stays."""
-        return self.handle(FaultReceived(error=error, origin=Origin.HOST)) or error
+        return self.handle(FaultReceived(error=error, origin=FaultOrigin.HOST)) or error
 
     def propagate(self, error: MiracclError) -> MiracclError:
         """Set a fault found here, unless there is one, and notify the peers."""

@@ -16,7 +16,7 @@ from miraccl.ops.spec import OpSpec, Writers
 from miraccl.types import DType, Operator, RedOp
 
 
-class Buffer(Protocol):
+class BufferArray(Protocol):
     """Contiguous memory of an array."""
 
     @property
@@ -29,7 +29,7 @@ class Buffer(Protocol):
     def dtype(self) -> DType: ...
 
 
-B = TypeVar("B", bound=Buffer)
+B = TypeVar("B", bound=BufferArray)
 
 
 class ArrayReader(Protocol[B]):
@@ -225,7 +225,7 @@ _MESSAGES = {
 }
 
 
-def overlaps(a: Buffer, b: Buffer) -> bool:
+def overlaps(a: BufferArray, b: BufferArrayArray) -> bool:
     """Return True if two buffers share memory."""
     first, second = a.address, b.address
     if first < second:
@@ -282,7 +282,7 @@ def _check_in_place(
 
 
 def _check_count(
-    spec: OpSpec, name: str, buffer: Buffer, counts: Sequence[int], one: bool, rank: int
+    spec: OpSpec, name: str, buffer: BufferArray, counts: Sequence[int], one: bool, rank: int
 ) -> None:
     """Raise if a buffer of an uneven operation has another count than ``counts`` say."""
     expected = counts[rank] if one else sum(counts)
@@ -294,7 +294,7 @@ def _check_count(
         raise _count_error(spec, name, buffer, expected, why)
 
 
-def _out_count_error(spec: OpSpec, target: Buffer, count: int, nranks: int) -> InvalidUsage:
+def _out_count_error(spec: OpSpec, target: BufferArray, count: int, nranks: int) -> InvalidUsage:
     if spec.one_input == spec.one_output:
         why = "as many as x"
     else:
@@ -302,7 +302,9 @@ def _out_count_error(spec: OpSpec, target: Buffer, count: int, nranks: int) -> I
     return _count_error(spec, "out", target, count if spec.one_output else count * nranks, why)
 
 
-def _count_error(spec: OpSpec, name: str, buffer: Buffer, count: int, why: str) -> InvalidUsage:
+def _count_error(
+    spec: OpSpec, name: str, buffer: BufferArray, count: int, why: str
+) -> InvalidUsage:
     return InvalidUsage(
         f"{spec.name}: {name} has {buffer.count} elements, but needs {count} ({why})"
     )
@@ -315,7 +317,7 @@ def _uneven_error(spec: OpSpec, count: int, nranks: int) -> InvalidUsage:
     )
 
 
-def _dtype_error(spec: OpSpec, source: Buffer, target: Buffer) -> InvalidUsage:
+def _dtype_error(spec: OpSpec, source: BufferArray, target: BufferArray) -> InvalidUsage:
     return InvalidUsage(
         f"{spec.name}: x and out have different dtypes, "
         f"{source.dtype.label} and {target.dtype.label}"

@@ -204,7 +204,7 @@ class ProgressEngine:
         self._close_link = kind(library.address(native.PREFIX + "close_link"))
         self._links: dict[int, EngineLink] = {}
         self._closers: list[tuple[list[EngineLink], clock.Event]] = []
-        self._commands: clock.Queue[_Command] = clock.simple_queue()
+        self._commands: clock.Queue[_EngineCommand] = clock.simple_queue()
         self._memory = PrivateMemory(layout.ENGINE_BYTES + PAGE_BYTES)
         self._table = PrivateMemory(8 * _TABLE_ENTRIES)
         self._entries = _TABLE_ENTRIES
@@ -281,7 +281,7 @@ class ProgressEngine:
         """Run ``action`` in the thread and wait for its end."""
         if threading.current_thread() is self._thread:
             return action()
-        command = _Command(action)
+        command = _EngineCommand(action)
         with self._gate:
             if self._ended:
                 raise CommunicatorClosed("the progress engine is closed", rank=self.rank)
@@ -476,7 +476,7 @@ def write_link(address: int, config: LinkConfig) -> None:
         memory_at(stream + layout.STREAM_LOW_WATER, 8)[:] = (1).to_bytes(8, "little")
 
 
-class _Command:
+class _EngineCommand:
     """An action for the thread, and its outcome."""
 
     def __init__(self, action: Callable[[], None]) -> None:

@@ -77,13 +77,21 @@ class Work:
         return self.wait(timeout)
 
     def done(self) -> bool:
-        """Return True if the operation has ended, successfully or not."""
+        """Return True if the operation has ended, successfully or not.
+
+        Raises:
+            MiracclError: Never; ``wait`` raises the error of the operation.
+        """
         return self._done.is_set()
 
     is_completed = done
 
     def exception(self) -> BaseException | None:
-        """Return the error of a finished operation, or None."""
+        """Return the error of a finished operation, or None.
+
+        Raises:
+            MiracclError: Never; the error is returned.
+        """
         return self._error
 
     def _finish(self, result: Any, error: BaseException | None) -> None:

@@ -18,7 +18,7 @@ from miraccl.sim.links import Route
 RankProgram = Sequence[Sequence[Step]]
 
 
-class Routes(Protocol):
+class RankRoutes(Protocol):
     """Routes between the ranks of a schedule; ``Links`` are those of a whole machine."""
 
     def route(self, sender: int, receiver: int, /) -> Route: ...
@@ -82,7 +82,7 @@ class ScheduleExecution:
 
     fabric: VirtualFabric
     nranks: int
-    routes: Routes
+    routes: RankRoutes
     rounds: int
     depth: int
     nbytes: Callable[[Worker], float]

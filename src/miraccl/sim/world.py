@@ -58,7 +58,7 @@ class RankKilled(BaseException):
 
 
 @dataclass(eq=False)
-class _Rank:
+class _VirtualRank:
     """One virtual rank in a run."""
 
     rank: int
@@ -119,7 +119,7 @@ class World:
         self.clock = SerialClock(self.fabric, seed=seed)
         self.events: list[WorldEvent] = []
         self._groups: dict[str, VirtualGroup] = {}
-        self._ranks: list[_Rank] = []
+        self._ranks: list[_VirtualRank] = []
         self._runs = 0
 
     @property
@@ -153,8 +153,8 @@ class World:
         self._runs += 1
         name = f"run{self._runs}"
         group = self.group(name, range(self.nranks), self.options)
-        self._ranks = [_Rank(r, VirtualCommunicator(group, r)) for r in range(self.nranks)]
-        failed: list[_Rank] = []
+        self._ranks = [_VirtualRank(r, VirtualCommunicator(group, r)) for r in range(self.nranks)]
+        failed: list[_VirtualRank] = []
         with clocks.use(self.clock):
             for rank in self._ranks:
                 rank.thread = clocks.thread(
@@ -172,7 +172,11 @@ class World:
         return [rank.result if rank.error is None else rank.error for rank in self._ranks]
 
     def _run_rank(
-        self, rank: _Rank, program: Callable[..., Any], args: tuple[Any, ...], failed: list[_Rank]
+        self,
+        rank: _VirtualRank,
+        program: Callable[..., Any],
+        args: tuple[Any, ...],
+        failed: list[_VirtualRank],
     ) -> None:
         try:
             rank.result = program(rank.communicator, *args)
@@ -184,7 +188,7 @@ class World:
         else:
             self.record("returned", rank.rank, "", "")
 
-    def _end_rank(self, rank: _Rank, reason: str) -> None:
+    def _end_rank(self, rank: _VirtualRank, reason: str) -> None:
         """Notify the other ranks, after a while, that ``rank`` has died."""
         self.record("died", rank.rank, "", "", reason)
 

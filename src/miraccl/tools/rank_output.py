@@ -34,7 +34,7 @@ class _Stream:
 
 
 @dataclass(kw_only=True)
-class _Group:
+class _EqualTracebacks:
     """Equal tracebacks: their lines on the first of ``ranks``."""
 
     lines: list[bytes]
@@ -148,13 +148,13 @@ class RankOutput:
     # ---- tracebacks
 
     def _print_tracebacks(self) -> None:
-        groups: dict[bytes, _Group] = {}
+        groups: dict[bytes, _EqualTracebacks] = {}
         for (rank, _), stream in sorted(
             ((key, s) for key, s in self._streams.items() if s.traceback),
             key=lambda item: (item[1].started, item[0]),
         ):
             key = _without_rank(stream.traceback, rank)
-            group = groups.setdefault(key, _Group(lines=stream.traceback, ranks=[]))
+            group = groups.setdefault(key, _EqualTracebacks(lines=stream.traceback, ranks=[]))
             group.ranks.append(rank)
             stream.traceback = []
         cause = self._cause(list(groups.values()))
@@ -167,7 +167,7 @@ class RankOutput:
                 2, b"".join([head.encode() + b"\n", *(prefix + x + b"\n" for x in group.lines)])
             )
 
-    def _cause(self, groups: Sequence[_Group]) -> _Group | None:
+    def _cause(self, groups: Sequence[_EqualTracebacks]) -> _EqualTracebacks | None:
         """Return the group of the first failure, None if no rank has failed.
 
         A rank that fails because another one did may end before it.

@@ -34,8 +34,8 @@ _REDUCE_SCATTER = c10d.ReduceScatterOptions()
 _SCATTER = c10d.ScatterOptions()
 
 
-class Collectives:
-    """Collectives of a process group, under every name PyTorch has given them."""
+class GroupCollectives:
+    """GroupCollectives of a process group, under every name PyTorch has given them."""
 
     communicator: Communicator
 

@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d as c10d
 
 from miraccl.runtime.core_access import mark_collective
 from miraccl.runtime.group import group
-from miraccl.torch.collectives import Collectives
+from miraccl.torch.collectives import GroupCollectives
 from miraccl.torch.mixed_backends import OtherBackends
 from miraccl.torch.operators import plain_operator
 from miraccl.torch.profiled import profiling
@@ -39,8 +39,8 @@ _FOREACH_DTYPES = frozenset(
 )
 
 
-class FastPathCollectives(Collectives):
-    """Collectives with one tensor, an output and an input, or a list with one per rank."""
+class FastPathCollectives(GroupCollectives):
+    """GroupCollectives with one tensor, an output and an input, or a list with one per rank."""
 
     _streams: GroupStreams | None
     _other_backends: OtherBackends | None

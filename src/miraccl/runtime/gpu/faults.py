@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from miraccl import clock
 from miraccl.bootstrap import Session
 from miraccl.diagnosis.error_codec import abort_error, decode_error
-from miraccl.diagnosis.fault_machine import Closed, FaultFound, FinalMismatch, Origin
+from miraccl.diagnosis.fault_machine import Closed, FaultFound, FinalMismatch, FaultOrigin
 from miraccl.diagnosis.faults import CommunicatorFaults
 from miraccl.diagnosis.status_report import query_status
 from miraccl.errors import CollectiveMismatch, CommunicatorAborted, MiracclError
@@ -123,7 +123,7 @@ class DeviceFaults(CommunicatorFaults):
         See ``FaultMachine.unreported``. The GPU has finished its work.
         """
         self._collect_kernel_report()
-        if self._machine.origin is not Origin.PEER or self._machine.found_by_engine:
+        if self._machine.origin is not FaultOrigin.PEER or self._machine.found_by_engine:
             return self._machine.unreported(already_reported=already_reported, stopped=False)
         return self._machine.unreported(already_reported=already_reported, stopped=self._stopped())
 
@@ -200,7 +200,7 @@ class DeviceFaults(CommunicatorFaults):
             root_cause = code in _ROOT_CAUSES
             self.handle(
                 FaultFound(
-                    error=error, origin=Origin.ENGINE, root_cause=root_cause, counts_late=True
+                    error=error, origin=FaultOrigin.ENGINE, root_cause=root_cause, counts_late=True
                 )
             )
 
@@ -215,7 +215,7 @@ class DeviceFaults(CommunicatorFaults):
 
     def fail_deadlocked(self, op: str, text: str) -> None:
         """Set a deadlock as the fault and end this rank's waits."""
-        self.handle(FaultFound(error=self.deadlock_error(op, text), origin=Origin.PEER))
+        self.handle(FaultFound(error=self.deadlock_error(op, text), origin=FaultOrigin.PEER))
 
     def announce_exit(self) -> None:
         """Notify peers that this rank's GPU has finished for good, ending their waits."""
@@ -223,7 +223,7 @@ class DeviceFaults(CommunicatorFaults):
             self.session.notify({EXIT_NOTICE: True})
 
     def _notify_peers(self, error: MiracclError) -> None:
-        if self._forward is not None and self._machine.origin is Origin.ENGINE:
+        if self._forward is not None and self._machine.origin is FaultOrigin.ENGINE:
             self._forward(error)
         else:
             super()._notify_peers(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from miraccl.bootstrap import Event, Session
-from miraccl.diagnosis.fault_machine import FaultFound, FaultReceived, Origin
+from miraccl.diagnosis.fault_machine import FaultFound, FaultReceived, FaultOrigin
 from miraccl.diagnosis.faults import CommunicatorFaults
 from miraccl.errors import CommunicatorClosed, MiracclError, SystemFailure
 
@@ -46,7 +46,7 @@ class MultiNodeFaults(CommunicatorFaults):
 
     def fail_staging(self, error: Exception) -> None:
         """Record the error of a staging thread; a call raises it, or ``unreported`` returns it."""
-        self.handle(FaultFound(error=self._as_fault(error), origin=Origin.ENGINE))
+        self.handle(FaultFound(error=self._as_fault(error), origin=FaultOrigin.ENGINE))
 
     def fail(self, error: Exception) -> None:
         """Set a fault found here by other means, unless there is one, and notify the peers."""
@@ -64,7 +64,7 @@ class MultiNodeFaults(CommunicatorFaults):
 
         See ``FaultMachine.unreported``.
         """
-        if self._machine.origin is not Origin.PEER:
+        if self._machine.origin is not FaultOrigin.PEER:
             return self._machine.unreported(already_reported=already_reported, stopped=False)
         return self._machine.unreported(already_reported=already_reported, stopped=stopped())
 
@@ -87,7 +87,7 @@ class MultiNodeFaults(CommunicatorFaults):
     def fail_deadlocked(self, op: str, text: str) -> None:
         """Set a deadlock as the fault."""
         if not self.closed:
-            self.handle(FaultFound(error=self.deadlock_error(op, text), origin=Origin.ENGINE))
+            self.handle(FaultFound(error=self.deadlock_error(op, text), origin=FaultOrigin.ENGINE))
             self._abort_network(text)
 
     def abort(self, reason: str) -> None:
