@@ -14,11 +14,11 @@ from miraccl.diagnosis.fault_machine import (
     EndWaits,
     FaultFound,
     FaultMachine,
+    FaultOrigin,
     FaultReceived,
     FaultState,
     FinalMismatch,
     NotifyPeers,
-    FaultOrigin,
     Publish,
     Raised,
 )

@@ -20,10 +20,10 @@ from miraccl.diagnosis.fault_machine import (
     EndWaits,
     FaultFound,
     FaultMachine,
+    FaultOrigin,
     FaultReceived,
     Input,
     NotifyPeers,
-    FaultOrigin,
     Publish,
     Raised,
 )

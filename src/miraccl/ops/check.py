@@ -225,7 +225,7 @@ _MESSAGES = {
 }
 
 
-def overlaps(a: BufferArray, b: BufferArrayArray) -> bool:
+def overlaps(a: BufferArray, b: BufferArray) -> bool:
     """Return True if two buffers share memory."""
     first, second = a.address, b.address
     if first < second:

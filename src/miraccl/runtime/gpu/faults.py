@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from miraccl import clock
 from miraccl.bootstrap import Session
 from miraccl.diagnosis.error_codec import abort_error, decode_error
-from miraccl.diagnosis.fault_machine import Closed, FaultFound, FinalMismatch, FaultOrigin
+from miraccl.diagnosis.fault_machine import Closed, FaultFound, FaultOrigin, FinalMismatch
 from miraccl.diagnosis.faults import CommunicatorFaults
 from miraccl.diagnosis.status_report import query_status
 from miraccl.errors import CollectiveMismatch, CommunicatorAborted, MiracclError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from miraccl.bootstrap import Event, Session
-from miraccl.diagnosis.fault_machine import FaultFound, FaultReceived, FaultOrigin
+from miraccl.diagnosis.fault_machine import FaultFound, FaultOrigin, FaultReceived
 from miraccl.diagnosis.faults import CommunicatorFaults
 from miraccl.errors import CommunicatorClosed, MiracclError, SystemFailure
 
