@@ -173,8 +173,8 @@ class CommunicatorAborted(MiracclError):
 def descriptor_hint() -> str:
     """Return the hint for a process that has reached its limit of open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = "" if hard == resource.RLIM_INFINITY else f" (up to {hard} without root)"
-    return f"this process may open {soft} files; raise the limit with ulimit -n{allowed}"
+    limit = "" if hard == resource.RLIM_INFINITY else f"; the hard limit is {hard}"
+    return f"this process may open {soft} files: raise the limit with ulimit -n{limit}"
 
 
 @contextmanager

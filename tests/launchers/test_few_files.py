@@ -21,4 +21,4 @@ def test_six_hosts(limit: int) -> None:
         assert limit == 40, "28 files are enough for six hosts: lower the limit"
         return
     assert any("SystemFailure" in line for line in lines), ended.stdout
-    assert f"this process may open {limit} files; raise the limit with ulimit -n" in ended.stdout
+    assert f"this process may open {limit} files: raise the limit with ulimit -n" in ended.stdout

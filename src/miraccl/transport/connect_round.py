@@ -203,7 +203,7 @@ class ConnectRound:
             self._check()
             self._dial()
             now = clock.monotonic()
-            if now >= self._deadline.at:
+            if now >= self._deadline.at - self._shortage_lead():
                 raise self._timeout_error(missing)
             timers = [a.machine.deadline for a in self._pending] + [
                 attempt.due for attempt in self._attempts
@@ -238,6 +238,13 @@ class ConnectRound:
             for p in self._peers
             if not all((p, s) in self._proven for s in range(self._nstreams(p)))
         ]
+
+    def _shortage_lead(self) -> float:
+        """Time (seconds) before the deadline at which a rank without descriptors gives up.
+
+        Its peers see only that it does not answer: the rank that knows the reason has to be first.
+        """
+        return min(1.0, 0.1 * self._deadline.seconds) if self._out_of_descriptors else 0.0
 
     def _timeout_error(self, missing: list[int]) -> MiracclError:
         if self._out_of_descriptors:
