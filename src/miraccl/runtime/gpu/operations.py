@@ -85,10 +85,13 @@ class DeviceOperations:
             return self.recorder(context.group).record(op, args, context.own_stream)
         if context.background is not None:
             return context.background.start(op, args, context)
-        if self.closed or not self.gpu.is_wrong_device():
-            return self._run_checked(op, args, context.own_stream)
-        with self.gpu.device_guard():
-            return self._run_checked(op, args, context.own_stream)
+        if not self.closed and self.gpu.is_wrong_device():
+            with self.gpu.device_guard():
+                return self.execute(op, args, context.own_stream)
+        if context.current_stream is not None:
+            return self.execute(op, args, context.own_stream)
+        # The communicator's fast path, which calls that of this object, has refused the same call.
+        return self._run_checked(op, args, context.stream)
 
     def execute(self, op: OpSpec, args: Sequence[Any], stream: Any = None) -> Any:
         """Run a call in ``stream`` at once: by its fast path, or else checked."""
