@@ -361,7 +361,7 @@ def monitored(path: str) -> None:
     with world(path) as (rank, nranks), pytest.MonkeyPatch.context() as patch:
         group = dist.group.WORLD
         assert isinstance(group, ProcessGroupMiraccl)
-        patch.setattr(monitored_barrier, "VERDICT_S", LIMIT.total_seconds())
+        patch.setattr(monitored_barrier, "OUTCOME_S", LIMIT.total_seconds())
         group.monitored_barrier(LIMIT)
         with torch.device("meta"):  # where a program has its own tensors by default, ours are not
             dist.monitored_barrier()
@@ -437,7 +437,7 @@ def monitored_at_the_last_moment(path: str) -> None:
             return withdraw(message)
 
         if rank:
-            patch.setattr(monitored_barrier, "VERDICT_S", -LIMIT.total_seconds())
+            patch.setattr(monitored_barrier, "OUTCOME_S", -LIMIT.total_seconds())
             patch.setattr(post, "withdraw", withdraw_late)
         group.monitored_barrier(LIMIT)
 

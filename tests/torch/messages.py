@@ -267,19 +267,19 @@ def _woken_by_any(rank: int, post: Any) -> None:
     if rank == 0:
         send = wire.start(torch.ones(5 * LARGE).numpy().view(np.uint8), 1, receives=False)
         header = wire.header_from(1)
-        wire.take_in(header)
-        assert wire.go_on([send], LIMIT.total_seconds(), [header])
+        wire.enqueue(header)
+        assert wire.progress([send], LIMIT.total_seconds(), [header])
         assert header.done
         assert not send.done
-        wire.renew(header)
+        wire.reset(header)
         dist.barrier()
-        assert wire.go_on([send], LIMIT.total_seconds())
+        assert wire.progress([send], LIMIT.total_seconds())
     else:
         if rank == 1:
             post.send(torch.ones(1), 0, 0)
         dist.barrier()
         if rank == 1:
-            assert wire.go_on(
+            assert wire.progress(
                 [wire.start(np.zeros(20 * LARGE, np.uint8), 0, receives=True)],
                 LIMIT.total_seconds(),
             )
@@ -380,8 +380,8 @@ def closed_while_late(path: str) -> None:
             while not post._unexpected:
                 waits.is_completed()
             dist.destroy_process_group()
-            moved = _results(post._exchange, "_door")
-            post.go_on_alone()
+            moved = _results(post._exchange, "_advance_table")
+            post.advance_in_background()
             assert waits.is_completed()
             assert isinstance(waits.exception(), Exception)
             assert not moved
@@ -500,7 +500,7 @@ def misfits(path: str) -> None:
     with world(path) as (rank, nranks):
         to, fro = (rank + 1) % nranks, (rank - 1) % nranks
         sent = dist.isend(torch.ones(4), to)
-        with refused("CollectiveMismatch", f"rank {fro}", "16 bytes", "the tensor 8"):
+        with refused("CollectiveMismatch", f"rank {fro}", "16 bytes", "the tensor has 8"):
             dist.recv(torch.zeros(2), fro)
         late = dist.irecv(out := torch.zeros(3), fro, tag=1)
         assert late is not None

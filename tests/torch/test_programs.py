@@ -112,7 +112,7 @@ def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
 
     def waits_for_the_other() -> bool:
         crew.send_signal(0, signal.SIGUSR1)  # it writes where it is
-        return "own.py" in crew.written(0)
+        return "miraccl_calls.py" in crew.written(0)
 
     try:
         assert crew.run(0, 0) == ""
@@ -122,4 +122,4 @@ def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
         crew.end(kill=True)
     assert "rank 0: did not end\n    was at: meets the others" in error
     assert "rank 1: did not end\n    was at: the end" in error
-    assert "own.py" in error  # the stack of rank 0
+    assert "miraccl_calls.py" in error  # the stack of rank 0

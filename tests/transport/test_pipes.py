@@ -13,6 +13,7 @@ from tests.transport.conformance import TransportConformance, World
 
 class TestPipes(TransportConformance):
     spec = pipes.PIPES
+    buffered = 65536 // pipes.HEADER.size  # a pipe holds 64 KiB
 
     def build(self, nranks):
         world = World(transports={})
