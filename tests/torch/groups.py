@@ -438,7 +438,7 @@ def monitored_at_the_last_moment(path: str) -> None:
 
         if rank:
             patch.setattr(monitored_barrier, "OUTCOME_S", -LIMIT.total_seconds())
-            patch.setattr(post, "withdraw", withdraw_late)
+            patch.setattr(post, "cancel", withdraw_late)
         group.monitored_barrier(LIMIT)
 
 
