@@ -216,7 +216,7 @@ def dropped(path: str) -> None:
     """
     with world(path) as (rank, nranks):
         before, threads = _open_files(), threading.active_count()
-        options = dist.distributed_c10d.DistributedBackendOptions()
+        options = dist.distributed_c10d._DistributedBackendOptions()
         options.store = dist.PrefixStore("dropped", dist.group.WORLD.get_group_store())
         options.group_rank, options.group_size = rank, nranks
         options.timeout, options.group_id = LIMIT, "dropped"
@@ -283,7 +283,7 @@ def split(path: str) -> None:
         dist.all_reduce(y := torch.ones(2), group=ends)
         assert y.tolist() == [2.0 if rank in (0, nranks - 1) else nranks - 2.0] * 2
         for parts in ([[0], [0, 1]], [[0, 0]], [[0], []], [[nranks]]):
-            with pytest.raises(ValueError, match=f"parts of the ranks 0 to {nranks - 1}"):
+            with pytest.raises(ValueError, match=f"subsets of ranks 0 to {nranks - 1}"):
                 dist.split_group(split_ranks=parts)
         if "sort_ranks" in inspect.signature(dist.new_group).parameters:
             turned = dist.new_group([*range(1, nranks), 0], sort_ranks=False, timeout=LIMIT)
@@ -465,7 +465,7 @@ def deadlines(path: str) -> None:
         other = dist.new_group(timeout=LIMIT)
         if not rank:
             options.timeout = SHORT
-            with refused("CollectiveTimeout", "deadline of 0.3 s", "rank 1:", "groups.py"):
+            with refused("CollectiveTimeout", "timeout of 0.3 s", "rank 1:", "groups.py"):
                 other.allreduce([torch.ones(2)], options).wait()
             dist.send(torch.ones(1), 1)
         elif rank == 1:
@@ -474,7 +474,7 @@ def deadlines(path: str) -> None:
         third = dist.new_group(timeout=LIMIT)
         dist.distributed_c10d._set_pg_timeout(SHORT, third)
         if not rank:
-            with refused("CollectiveTimeout", "deadline of 0.3 s"):
+            with refused("CollectiveTimeout", "timeout of 0.3 s"):
                 dist.all_reduce(torch.ones(2), group=third)
             dist.send(torch.ones(1), 1)
         elif rank == 1:
