@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from miraccl.errors import CommunicatorClosed, MiracclError
-from miraccl.proxy import engine
+from miraccl.proxy import commands
 from miraccl.proxy.engine import ProgressEngine
 from miraccl.transport.base import Fifo, FifoPair, NetConnection
 from miraccl.transport.ends import RecvEnd, SendEnd
@@ -322,14 +322,14 @@ def test_no_command_waits_for_an_engine_that_has_failed(monkeypatch, command):
 
     def lost(peer, loss):
         giver.start()
-        while rig.proxy._commands.empty():
+        while not rig.proxy._commands.pending:
             pass
 
     giver = threading.Thread(target=give)
     rig = Rig(nstreams=2, on_lost=lost)
     try:
         break_engine(monkeypatch)
-        monkeypatch.setattr(engine, "COMMAND_TIMEOUT_S", 10 * WAIT_S)
+        monkeypatch.setattr(commands, "COMMAND_TIMEOUT_S", 10 * WAIT_S)
         rig.peers[1].close()
         rig.proxy._thread.join(WAIT_S)
         giver.join(WAIT_S)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import queue
 import select
 import socket
 import threading
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field
 
 from miraccl import clock, native, trace
 from miraccl.errors import CommunicatorClosed, MiracclError, ProtocolError, as_system_failure
+from miraccl.proxy.commands import COMMAND_TIMEOUT_S, CommandQueue
 from miraccl.proxy.kernels import link_layout as layout
 from miraccl.transport.base import NetConnection, OnLost, Wake
 from miraccl.transport.fifo import PAGE_BYTES, Atomics, PrivateMemory, memory_at, native_atomics
@@ -33,8 +33,6 @@ log = trace.logger("proxy")
 KERNEL = "miraccl.proxy.kernels.progress_engine"
 #: Largest segment of a message, in bytes; the kernel's buffer delays what is queued behind as much.
 SEGMENT_BYTES = 1 << 22
-#: Seconds within which the thread must answer; longer means that it died.
-COMMAND_TIMEOUT_S = 10.0
 #: Nanoseconds that an idle engine polls before it sleeps: most answers arrive within this time, and
 #: waking a sleeping thread costs about as much.
 SPIN_NS = 50_000
@@ -204,12 +202,11 @@ class ProgressEngine:
         self._close_link = kind(library.address(native.PREFIX + "close_link"))
         self._links: dict[int, EngineLink] = {}
         self._closers: list[tuple[list[EngineLink], clock.Event]] = []
-        self._commands: clock.Queue[_EngineCommand] = clock.simple_queue()
+        self._commands = CommandQueue("the progress engine", rank)
         self._memory = PrivateMemory(layout.ENGINE_BYTES + PAGE_BYTES)
         self._table = PrivateMemory(8 * _TABLE_ENTRIES)
         self._entries = _TABLE_ENTRIES
-        self._stopping = self._ended = self._closed = False
-        self._gate = threading.Lock()
+        self._stopping = self._closed = False
         self._thread = clock.thread(target=self._main, name=f"miraccl-engine-{rank}", daemon=True)
         with (
             as_system_failure("cannot start the progress engine", rank=rank),
@@ -281,19 +278,11 @@ class ProgressEngine:
         """Run ``action`` in the thread and wait for its end."""
         if threading.current_thread() is self._thread:
             return action()
-        command = _EngineCommand(action)
-        with self._gate:
-            if self._ended:
-                raise CommunicatorClosed("the progress engine is closed", rank=self.rank)
-            self._commands.put(command)
-            self._atomics.store_release(self._memory.address + layout.ENGINE_ATTENTION, 1)
-            os.eventfd_write(self._doorbell, 1)
-        if not command.done.wait(COMMAND_TIMEOUT_S):
-            raise MiracclError(
-                f"the progress engine did not answer within {COMMAND_TIMEOUT_S} s", rank=self.rank
-            )
-        if command.error:
-            raise command.error
+        self._commands.call(action, self._request_attention)
+
+    def _request_attention(self) -> None:
+        self._atomics.store_release(self._memory.address + layout.ENGINE_ATTENTION, 1)
+        os.eventfd_write(self._doorbell, 1)
 
     # --- the thread
 
@@ -302,7 +291,7 @@ class ProgressEngine:
             while not self._stopping:
                 self._run(self._memory.address, 0)
                 self._atomics.store_release(self._memory.address + layout.ENGINE_ATTENTION, 0)
-                self._run_commands()
+                self._commands.run_pending()
                 self._report_ended()
                 if self._get(layout.ENGINE_DIRTY):
                     self._set(layout.ENGINE_DIRTY, 0)
@@ -319,20 +308,9 @@ class ProgressEngine:
 
     def _end(self) -> None:
         self._remove(list(self._links))
-        with self._gate:
-            self._ended = True
-        with suppress(queue.Empty):
-            while True:
-                self._commands.get_nowait().reject(
-                    CommunicatorClosed("the progress engine is closed", rank=self.rank)
-                )
+        self._commands.close()
         for _, done in self._closers:
             done.set()
-
-    def _run_commands(self) -> None:
-        with suppress(queue.Empty):
-            while not self._commands.empty():
-                self._commands.get_nowait().run()
 
     def _report_ended(self) -> None:
         """Close the sockets of links that have ended, and report losses."""
@@ -474,25 +452,3 @@ def write_link(address: int, config: LinkConfig) -> None:
         stream = address + layout.LINK_STREAMS + i * layout.STREAM_BYTES
         memory_at(stream + layout.STREAM_INDEX, 8)[:] = i.to_bytes(8, "little")
         memory_at(stream + layout.STREAM_LOW_WATER, 8)[:] = (1).to_bytes(8, "little")
-
-
-class _EngineCommand:
-    """An action for the thread, and its outcome."""
-
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action = action
-        self.done = clock.event()
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        """Run the action."""
-        try:
-            self._action()
-        except Exception as error:
-            self.error = error
-        self.done.set()
-
-    def reject(self, error: Exception) -> None:
-        """Fail the command without running it."""
-        self.error = error
-        self.done.set()

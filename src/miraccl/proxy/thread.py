@@ -16,7 +16,6 @@ The split between the thread that computes and a proxy that drives the network i
 from __future__ import annotations
 
 import os
-import queue
 import select
 import threading
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from contextlib import ExitStack, suppress
 
 from miraccl import clock, trace
 from miraccl.errors import CommunicatorClosed, MiracclError, as_system_failure
+from miraccl.proxy.commands import COMMAND_TIMEOUT_S, CommandQueue
 from miraccl.proxy.driver import NO_TIMER, Driver
 from miraccl.proxy.stream_driver import StreamDriver
 from miraccl.transport.base import NetConnection, OnLost, Wake
@@ -35,9 +35,6 @@ log = trace.logger("proxy")
 #: Largest segment of a message: a frame costs some 50 us of Python; the kernel's buffer delays what
 #: is queued behind by as much.
 SEGMENT_BYTES = 1 << 22
-#: Time for the thread to run a command. A round takes milliseconds; longer means that the thread
-#: died or that another one holds the GIL.
-COMMAND_TIMEOUT_S = 10.0
 _EDGES = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 
 
@@ -77,11 +74,9 @@ class Proxy:
         self._drivers: dict[int, Driver] = {}
         self._by_fd: dict[int, Driver] = {}
         self._closers: list[tuple[list[Driver], clock.Event]] = []
-        self._commands: clock.Queue[_Command] = clock.simple_queue()
+        self._commands = CommandQueue("the proxy", rank)
         self._words = PrivateMemory(PAGE_BYTES)
         self._stopping = False
-        self._ended = False  # the thread takes no more commands
-        self._gate = threading.Lock()  # between that and commands on their way
         self._closed = False
         self._thread = clock.thread(target=self._main, name=f"miraccl-proxy-{rank}", daemon=True)
         with (
@@ -161,18 +156,7 @@ class Proxy:
         """Run ``action`` in the thread and wait for its end."""
         if threading.current_thread() is self._thread:
             return action()
-        command = _Command(action)
-        with self._gate:
-            if self._ended:
-                raise CommunicatorClosed("the proxy is closed", rank=self.rank)
-            self._commands.put(command)
-            os.eventfd_write(self._doorbell, 1)
-        if not command.done.wait(COMMAND_TIMEOUT_S):
-            raise MiracclError(
-                f"the proxy did not answer within {COMMAND_TIMEOUT_S} s", rank=self.rank
-            )
-        if command.error:
-            raise command.error
+        self._commands.call(action, lambda: os.eventfd_write(self._doorbell, 1))
 
     # --- the thread
 
@@ -197,20 +181,14 @@ class Proxy:
     def _end(self) -> None:
         """Close everything and release the threads that wait for this one."""
         self._remove(list(self._drivers))
-        with self._gate:
-            self._ended = True
-        with suppress(queue.Empty):
-            while True:
-                self._commands.get_nowait().reject(
-                    CommunicatorClosed("the proxy is closed", rank=self.rank)
-                )
+        self._commands.close()
         for _, done in self._closers:
             done.set()
 
     def _round(self) -> bool:
         """Poll all drivers; return True if one can move more at once."""
         self.rounds += 1
-        self._run_commands()
+        self._commands.run_pending()
         busy = False
         for driver in self._drivers.values():
             if driver.alive:
@@ -230,7 +208,7 @@ class Proxy:
     def _sleep(self) -> None:
         self._atomics.exchange(self.asleep, 1)
         timeout = min((driver.arm() for driver in self._drivers.values()), default=NO_TIMER)
-        if self._commands.empty() and timeout > 0:
+        if not self._commands.pending and timeout > 0:
             self._poll(None if timeout == NO_TIMER else timeout)
         self._atomics.exchange(self.asleep, 0)
 
@@ -240,11 +218,6 @@ class Proxy:
                 _drain(fd)
             elif fd in self._by_fd:
                 self._by_fd[fd].ready(fd, events)
-
-    def _run_commands(self) -> None:
-        with suppress(queue.Empty):
-            while not self._commands.empty():
-                self._commands.get_nowait().run()
 
     def _attach(self, factories: Sequence[Callable[[], Driver]]) -> None:
         attached: list[int] = []
@@ -285,24 +258,6 @@ class Proxy:
 
     def _stop(self) -> None:
         self._stopping = True
-
-
-class _Command:
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action = action
-        self.done = clock.event()
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        try:
-            self._action()
-        except Exception as error:
-            self.error = error
-        self.done.set()
-
-    def reject(self, error: Exception) -> None:
-        self.error = error
-        self.done.set()
 
 
 def _drain(fd: int) -> None:
