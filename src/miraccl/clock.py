@@ -25,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 T = TypeVar("T")
 Thread: TypeAlias = threading.Thread
@@ -202,6 +202,8 @@ class VirtualClock(Clock):
         jumps: How often time has jumped.
     """
 
+    _timers_are_daemons: ClassVar[bool] = False
+
     def __init__(
         self, *, seed: int = 0, start: float = 1000.0, autojump_s: float | None = 0.002
     ) -> None:
@@ -328,9 +330,13 @@ class VirtualClock(Clock):
             self._note()
 
     def _attach_thread(self, thread: Thread) -> None:
+        """Add a thread that is about to start."""
         with self._changed:
             self._threads.add(thread)
             self._note()
+
+    def _enter_thread(self) -> None:
+        """Called by an attached thread when it begins to run."""
 
     def thread(
         self,
@@ -347,7 +353,7 @@ class VirtualClock(Clock):
         )
 
     def timer(self, seconds: float, function: Callable[[], Any]) -> TimerHandle:
-        return _VirtualTimer(self, seconds, function)
+        return _VirtualTimer(self, seconds, function, daemon=self._timers_are_daemons)
 
     def event(self) -> Event:
         return _VirtualEvent(self)
@@ -424,6 +430,7 @@ class _VirtualThread(threading.Thread):
             raise
 
     def run(self) -> None:
+        self._clock._enter_thread()
         try:
             super().run()
         finally:
@@ -440,7 +447,9 @@ class _VirtualThread(threading.Thread):
 class _VirtualTimer(_VirtualThread):
     """Timer of a virtual clock."""
 
-    def __init__(self, clock: VirtualClock, seconds: float, function: Callable[[], Any]) -> None:
+    def __init__(
+        self, clock: VirtualClock, seconds: float, function: Callable[[], Any], *, daemon: bool
+    ) -> None:
         self._cancelled = _VirtualEvent(clock)
         run = contextvars.copy_context().run
 
@@ -448,7 +457,7 @@ class _VirtualTimer(_VirtualThread):
             if not self._cancelled.wait(seconds):
                 run(function)
 
-        super().__init__(clock, fire, name=None, daemon=False)
+        super().__init__(clock, fire, name=None, daemon=daemon)
 
     def cancel(self) -> None:
         self._cancelled.set()

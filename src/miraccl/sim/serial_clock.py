@@ -11,15 +11,14 @@ The idea is that of FoundationDB's simulator (Zhou et al., SIGMOD 2021, section 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import math
 import random  # noqa: TID251 - seeded: it draws the order of threads
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
-from miraccl.clock import Thread, TimerHandle, VirtualClock
+from miraccl.clock import Thread, VirtualClock
 from miraccl.errors import InvalidUsage, MiracclError
 from miraccl.sim.fabric import VirtualFabric
 
@@ -50,6 +49,8 @@ class SerialClock(VirtualClock):
 
     Locks that are not the clock's must not be held across a wait of the clock.
     """
+
+    _timers_are_daemons = True  # an unfinished run must not keep the process
 
     def __init__(self, fabric: VirtualFabric, *, seed: int = 0, start: float = 1000.0) -> None:
         super().__init__(seed=seed, start=start, autojump_s=None)
@@ -145,83 +146,16 @@ class SerialClock(VirtualClock):
             if new:
                 del self._batons[me]
 
-    def thread(
-        self,
-        target: Callable[..., Any],
-        *,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        name: str | None = None,
-        daemon: bool = True,
-    ) -> Thread:
-        run = contextvars.copy_context().run
-        return _SerialThread(
-            self, lambda: run(target, *args, **(kwargs or {})), name=name, daemon=daemon
-        )
-
-    def timer(self, seconds: float, function: Callable[[], Any]) -> TimerHandle:
-        return _SerialTimer(self, seconds, function)
-
-    def register(self, thread: Thread) -> None:
+    def _attach_thread(self, thread: Thread) -> None:
         """Add a thread that is about to start and runs when it is drawn."""
         self._batons[thread] = _Baton(_always)
 
-    def enter(self) -> None:
-        """Block a registered thread until it is drawn for the first time."""
+    def _enter_thread(self) -> None:
+        """Block an attached thread until it is drawn for the first time."""
         self._batons[threading.current_thread()].resume.acquire()
 
-    def leave(self, thread: Thread) -> None:
+    def _detach(self, thread: Thread) -> None:
         """Remove a thread that ends or could not start; the ending thread hands over."""
         self._batons.pop(thread, None)
         if thread is threading.current_thread() and self._batons:
             self._choose().resume.release()
-
-
-class _SerialThread(threading.Thread):  # noqa: TID251 - a thread of this clock
-    """Thread of a serial clock; ``join`` is a wait of the clock."""
-
-    def __init__(
-        self, clock: SerialClock, target: Callable[[], Any], *, name: str | None, daemon: bool
-    ) -> None:
-        super().__init__(target=target, name=name, daemon=daemon)
-        self._clock = clock
-        self._over = False
-
-    def start(self) -> None:
-        self._clock.register(self)
-        try:
-            super().start()
-        except BaseException:
-            self._clock.leave(self)
-            raise
-
-    def run(self) -> None:
-        self._clock.enter()
-        try:
-            super().run()
-        finally:
-            self._over = True
-            self._clock.leave(self)
-
-    def join(self, timeout: float | None = None) -> None:
-        if self.ident is None or threading.current_thread() is self:
-            super().join(timeout)  # raises
-        elif self._clock.block(lambda: self._over, timeout):
-            super().join()
-
-
-class _SerialTimer(_SerialThread):
-    """Timer of a serial clock."""
-
-    def __init__(self, clock: SerialClock, seconds: float, function: Callable[[], Any]) -> None:
-        self._cancelled = clock.event()
-        run = contextvars.copy_context().run
-
-        def fire() -> None:
-            if not self._cancelled.wait(seconds):
-                run(function)
-
-        super().__init__(clock, fire, name=None, daemon=True)
-
-    def cancel(self) -> None:
-        self._cancelled.set()
