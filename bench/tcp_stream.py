@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from miraccl import params
-from miraccl.proxy import Proxy
+from miraccl.proxy.engine import ProgressEngine
 from miraccl.transport.base import Endpoint, FifoPair
 from miraccl.transport.connect_round import set_tcp_options
 from miraccl.transport.ends import RecvEnd, SendEnd
@@ -111,7 +111,7 @@ class Miraccl:
         self.peer = peer
         self.atomics = native_atomics()
         self.news = threading.Event()
-        self.proxy = Proxy(
+        self.proxy = ProgressEngine(
             rank=peer.rank,
             wake=lambda _: self.news.set(),
             on_lost=lambda p, loss: print(f"rank {p}: {loss}"),
