@@ -152,3 +152,12 @@ def write_text(target: str, text: str) -> None:
             file.write(text)
     except OSError as error:
         raise click.FileError(target, error.strerror) from None
+
+
+#: ``--accelerators``, of commands that read a topology.
+accelerators_option = click.option(
+    "--accelerators",
+    multiple=True,
+    metavar="TOML",
+    help="Description of accelerators NCCL does not know; repeatable.",
+)

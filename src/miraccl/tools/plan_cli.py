@@ -24,6 +24,7 @@ from miraccl.tools.options import (
     Numbers,
     OutputFile,
     SuggestingGroup,
+    accelerators_option,
     read_bytes,
     write_text,
 )
@@ -65,12 +66,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Merge the file as NCCL does when every rank reads it through NCCL_TOPO_FILE.",
 )
-@click.option(
-    "--accelerators",
-    multiple=True,
-    metavar="TOML",
-    help="Description of accelerators NCCL does not know; repeatable.",
-)
+@accelerators_option
 @click.option(
     "--explain",
     is_flag=True,

@@ -13,7 +13,15 @@ import click
 
 from miraccl import params
 from miraccl.errors import InvalidUsage
-from miraccl.tools.options import MAX_NODES, File, Numbers, OutputFile, read_bytes, write_json
+from miraccl.tools.options import (
+    MAX_NODES,
+    File,
+    Numbers,
+    OutputFile,
+    accelerators_option,
+    read_bytes,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from miraccl.graph.plan import Plan, PlanRequest
@@ -90,12 +98,7 @@ class Scale(click.ParamType[tuple[str, float]]):
     metavar="DEVICE=FACTOR",
     help="Scale the bandwidth of a device's links on the right, such as NET/3=0.5; repeatable.",
 )
-@click.option(
-    "--accelerators",
-    multiple=True,
-    metavar="TOML",
-    help="Description of accelerators NCCL does not know; repeatable.",
-)
+@accelerators_option
 @click.option(
     "--json",
     "json_target",

@@ -16,6 +16,7 @@ from miraccl.tools.options import (
     Numbers,
     OutputFile,
     SuggestingGroup,
+    accelerators_option,
     write_json,
     write_text,
 )
@@ -54,12 +55,7 @@ def topo() -> None:
 def _reading_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that control how a topology file is read."""
     for decorate in (
-        click.option(
-            "--accelerators",
-            multiple=True,
-            metavar="TOML",
-            help="Description of accelerators NCCL does not know; repeatable.",
-        ),
+        accelerators_option,
         click.option(
             "--collnet", is_flag=True, help="Every net without a coll attribute supports CollNet."
         ),
