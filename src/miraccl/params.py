@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from miraccl.errors import InvalidUsage
 
@@ -149,6 +149,25 @@ def _parse_path(text: str) -> str:
     return os.path.expanduser(text)
 
 
+class PortRange(NamedTuple):
+    """First and last port of a range; (0, 0) lets the kernel choose."""
+
+    first: int = 0
+    last: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.first}-{self.last}" if self.first else ""
+
+
+def parse_port_range(text: str) -> PortRange:
+    """Parse ``20000-20099`` or one port."""
+    match = re.fullmatch(r"(\d{1,5})(?:\s*-\s*(\d{1,5}))?", text.strip())
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last <= 65535:
+        raise ValueError("allowed are a port from 1 to 65535 and a range such as 20000-20099")
+    return PortRange(first, last)
+
+
 def _parse_debug(text: str) -> str:
     if text.lower() not in DEBUG_LEVELS:
         raise ValueError(f"allowed are {', '.join(DEBUG_LEVELS)}")
@@ -228,6 +247,14 @@ SOCKET_IFNAME = declare(
     "Interfaces to use: a list of prefixes; ^ excludes them, = selects exact names.",
     kind="text",
     nccl="SOCKET_IFNAME",
+)
+NET_PORT_RANGE = declare(
+    "NET_PORT_RANGE",
+    PortRange(),
+    parse_port_range,
+    "TCP and UDP ports on which ranks listen, such as 20000-20099, for firewalls; empty: the "
+    "kernel chooses. A rank needs one port per communicator while it connects.",
+    kind="ports",
 )
 SOCKET_NTHREADS = declare(
     "SOCKET_NTHREADS",

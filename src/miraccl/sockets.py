@@ -9,8 +9,13 @@ import ipaddress
 import os
 import socket
 import struct
+from collections.abc import Callable
+from typing import TypeVar
 
 from miraccl import clock
+from miraccl.params import PortRange
+
+T = TypeVar("T")
 
 NO_MEMORY_PAUSE_S = 0.01  # pause after ENOBUFS or ENOMEM
 
@@ -41,6 +46,30 @@ def is_transient(error: OSError) -> bool:
         clock.sleep(NO_MEMORY_PAUSE_S)
         return True
     return isinstance(error, BlockingIOError | InterruptedError)
+
+
+def open_in_range(open_at: Callable[[int], T], ports: PortRange) -> T:
+    """Return ``open_at(port)`` for the first free port of a range.
+
+    Args:
+        open_at: Binds, and listens; raises ``OSError`` with EADDRINUSE where the port is in use.
+        ports: Value of NET_PORT_RANGE.
+
+    Raises:
+        OSError: EADDRINUSE if no port of the range is free, or another error of ``open_at``.
+    """
+    for port in range(ports.first, ports.last + 1):
+        try:
+            return open_at(port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(
+        errno.EADDRINUSE,
+        f"all ports of MIRACCL_NET_PORT_RANGE={ports} are in use"
+        if ports.first
+        else "the kernel has no free port",
+    )
 
 
 SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B  # linux/sockios.h

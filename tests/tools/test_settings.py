@@ -40,6 +40,8 @@ def test_defaults_round_trip(param: Param[object]) -> None:
         ("SMS", "-2"),
         ("P2P_DISABLE", "perhaps"),
         ("DEBUG", "loud"),
+        ("NET_PORT_RANGE", "20100-20000"),
+        ("NET_PORT_RANGE", "0"),
     ],
 )
 def test_invalid_values_name_the_variable(name: str, text: str) -> None:

@@ -75,6 +75,32 @@ def world():
     world.close()
 
 
+def test_ports_of_a_range(world, monkeypatch):
+    first = free_ports(2)
+    monkeypatch.setenv("MIRACCL_NET_PORT_RANGE", f"{first}-{first + 1}")
+    infos = {rank: build_rank(world, rank).setup() for rank in range(2)}
+    ports = [ConnectInfo.decode(info).addresses[0][1] for info in infos.values()]
+    assert ports == [first, first + 1]
+    with pytest.raises(SystemFailure, match=f"RANGE={first}-{first + 1} are in use"):
+        build_rank(world, 2).setup()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda r: world.transports[r].connect({1 - r: infos[1 - r]}), range(2)))
+    world.transports[0].release()  # its port is free for the next communicator
+    assert ConnectInfo.decode(world.transports[2].setup()).addresses[0][1] == first
+
+
+def free_ports(count):
+    """Return the first of ``count`` consecutive free ports of loopback."""
+    for first in range(21000, 32000, count):
+        try:
+            for port in range(first, first + count):
+                socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return first
+    pytest.skip("no free ports")
+
+
 @pytest.fixture
 def pair():
     world = build_world(2)

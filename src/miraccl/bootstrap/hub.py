@@ -20,14 +20,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from miraccl import clock, trace
+from miraccl import clock, params, trace
 from miraccl.bootstrap import lifetime
 from miraccl.bootstrap.eventfd import EventFd
 from miraccl.bootstrap.host import network_fingerprint, process_token
 from miraccl.bootstrap.interfaces import choose_addresses
 from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.errors import InvalidUsage, SystemFailure, as_system_failure
-from miraccl.sockets import is_transient
+from miraccl.sockets import is_transient, open_in_range
 from miraccl.wire.auth import NONCE_BYTES, SECRET_BYTES
 from miraccl.wire.bootstrap import (
     CloseHub,
@@ -487,8 +487,15 @@ def end_sending(sock: socket.socket) -> None:
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket on one numeric address.
 
-    ``""``: all addresses of both families. Raises ``OSError``.
+    ``host`` "": all addresses of both families. ``port`` 0: a free port of NET_PORT_RANGE. Raises
+    ``OSError``.
     """
+    if port == 0:
+        return open_in_range(lambda free: _listen_at(host, free), params.NET_PORT_RANGE.read())
+    return _listen_at(host, port)
+
+
+def _listen_at(host: str, port: int) -> socket.socket:
     if not host:
         if socket.has_dualstack_ipv6():
             try:

@@ -160,6 +160,47 @@ class FifoPair:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PathStatus:
+    """State of one path to a peer, as ``miraccl net watch`` shows it. Counters start at 0.
+
+    A path is one TCP stream, one pair of UDP ports, or one queue pair.
+
+    Attributes:
+        transport: Name in the registry.
+        path: Number of the path among those to this peer.
+        local, remote: Address and port of the two ends, such as ``10.0.0.1:4711``.
+        state: OPEN, SUSPECT, DEAD or PROBING.
+        sent_bytes: Bytes that the peer has acknowledged, or, where that is unknown, bytes sent.
+        received_bytes: Bytes received from the peer.
+        resent_bytes: Bytes sent again.
+        lost: Packets found lost.
+        rtt_us: Smoothed round-trip time in microseconds; 0 while unknown.
+        min_rtt_us: Smallest round-trip time; 0 while unknown.
+        rate: Estimated rate of delivery in bytes per second; 0 while unknown.
+        window_bytes: Bytes that congestion control allows in flight; 0 if there is no such limit.
+        controller: Congestion control, such as ``cubic``.
+        mtu: Largest packet of the path in bytes; 0 while unknown.
+    """
+
+    peer: int
+    transport: str
+    path: int
+    local: str = ""
+    remote: str = ""
+    state: str = "OPEN"
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    resent_bytes: int = 0
+    lost: int = 0
+    rtt_us: float = 0.0
+    min_rtt_us: float = 0.0
+    rate: float = 0.0
+    window_bytes: int = 0
+    controller: str = ""
+    mtu: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class NetConnection:
     """Authenticated streams to a peer and the FIFOs that they feed; the proxy owns the sockets.
 
@@ -261,6 +302,13 @@ class Transport(abc.ABC):
         the return.
         """
         self.close()
+
+    def paths(self) -> Sequence[PathStatus]:
+        """Return the state of every path to every peer; callable from any thread.
+
+        Empty for transports without paths, and after ``close``.
+        """
+        return ()
 
     def release(self) -> None:  # noqa: B027 (optional)
         """Free what only ``connect`` of peers needed; called when all ranks have connected."""

@@ -263,7 +263,7 @@ class ConnectRound:
             rank=self._rank,
             peer=missing[0],
             hint="MIRACCL_SOCKET_IFNAME chooses the interfaces; firewalls between the hosts must "
-            "allow all ports",
+            "allow all ports, or those of MIRACCL_NET_PORT_RANGE",
         )
 
     # --- outgoing connections

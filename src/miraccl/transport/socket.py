@@ -25,6 +25,7 @@ from typing import Any
 from miraccl import params
 from miraccl.deadline import Deadline
 from miraccl.errors import CommunicatorClosed, ProtocolError, SystemFailure, as_system_failure
+from miraccl.sockets import open_in_range
 from miraccl.transport import registry
 from miraccl.transport.base import (
     Endpoint,
@@ -176,6 +177,8 @@ class SocketTransport(Transport):
     def setup(self) -> bytes:
         """Listen on a free port of each address, leaving out addresses that cannot be bound.
 
+        NET_PORT_RANGE limits the ports.
+
         An address may have left the host since, or be a tentative IPv6 one.
         """
         self._check_open()
@@ -199,20 +202,26 @@ class SocketTransport(Transport):
 
     def _listen(self, address: str) -> int:
         """Open a listening socket and return its port."""
+        ports = params.NET_PORT_RANGE.read()
+        listener = open_in_range(lambda port: self._listen_at(address, port), ports)
+        self._listeners.append(listener)
+        return int(listener.getsockname()[1])
+
+    def _listen_at(self, address: str, port: int) -> socket.socket:
         listener = socket.socket(family_of(address), socket.SOCK_STREAM)
         try:
             set_tcp_options(listener, self._options.buffer_bytes)  # accepted sockets inherit them
             if listener.family == socket.AF_INET6:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            listener.bind((address, 0))
+            if port:  # connections of an earlier job in TIME_WAIT do not block the port
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, port))
             listener.listen(BACKLOG)
             listener.setblocking(False)
-            port = int(listener.getsockname()[1])
         except OSError:
             listener.close()
             raise
-        self._listeners.append(listener)
-        return port
+        return listener
 
     def connect(self, infos: Mapping[int, bytes]) -> dict[int, FifoPair]:
         """Connect to ranks; see ``Transport.connect``. Existing pairs are returned as they are."""
@@ -272,6 +281,10 @@ class SocketTransport(Transport):
             peer=peer, streams=[s.sock for s in streams], pair=pair, peer_slot_bytes=info.slot_bytes
         )
 
+    def release(self) -> None:
+        """Close the listening sockets: their ports are free for other communicators."""
+        self._close_listeners()
+
     def close(self) -> None:
         """Send what was posted, for at most ``linger`` seconds, and close all sockets."""
         if not self._closed and self._connected:
@@ -285,12 +298,15 @@ class SocketTransport(Transport):
 
     def _free(self) -> None:
         self._closed = True
-        for listener in self._listeners:
-            listener.close()
+        self._close_listeners()
         for parked in self._parked.values():
             parked.sock.close()
-        self._listeners.clear()
         self._parked.clear()
+
+    def _close_listeners(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
 
     def _check_open(self) -> None:
         if self._closed:
