@@ -12,12 +12,6 @@ from codecheck.imports import LAYERS, LEAVES, ImportGraph, layer_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
-KNOWN_UPWARD = {
-    "miraccl.executor.cuda.message_launch -> miraccl.fastpath.cuda.table",
-    "miraccl.proxy.kernels.progress_engine -> miraccl.executor.cpu.kernels.layout",
-}
-"""Imports in the wrong direction that remain. Entries are removed, never added."""
-
 
 @pytest.fixture(scope="module")
 def graph() -> ImportGraph:
@@ -32,12 +26,7 @@ def test_every_subpackage_has_a_layer() -> None:
 
 def test_imports_go_down(graph: ImportGraph) -> None:
     upward = {str(item) for item in graph.upward}
-    assert upward <= KNOWN_UPWARD, "these modules import a layer above their own"
-
-
-def test_known_upward_imports_exist(graph: ImportGraph) -> None:
-    fixed = KNOWN_UPWARD - {str(item) for item in graph.upward}
-    assert not fixed, "remove these from KNOWN_UPWARD: they are fixed"
+    assert not upward, "these modules import a layer above their own"
 
 
 def test_leaves_import_the_standard_library_alone(graph: ImportGraph) -> None:

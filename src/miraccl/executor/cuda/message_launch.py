@@ -11,7 +11,7 @@ import ctypes
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.launch import OVERLAP_MIN_ARCH, KernelLaunch, Kernels
@@ -25,7 +25,6 @@ from miraccl.executor.cuda.messages import (
 from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.executor.cuda.source import Framing
 from miraccl.executor.cuda.warp_queues import OVERLAP_THREADS
-from miraccl.fastpath.cuda.table import CudaFastPath
 
 MAX_PATTERNS = 1024  # cached launches
 
@@ -91,6 +90,34 @@ def _reason(count: int, blocks: int, threads: int) -> str:
     return f"{count} messages, up to {blocks * threads // 32} warps"
 
 
+class FastMessageTable(Protocol):
+    """Table of prepared launches from which compiled code runs messages (``fastpath.cuda``)."""
+
+    def add_messages(
+        self,
+        messages: Sequence[P2pMessage],
+        positions: Sequence[int],
+        launch: KernelLaunch,
+        saturates_gpu: bool,
+        signature: int = 0,
+    ) -> None: ...
+
+    def add_template(
+        self,
+        messages: Sequence[P2pMessage],
+        lowered: LoweredMessages,
+        rank: int,
+        rules: WarpQueueRules,
+        argument: int,
+        launch: KernelLaunch,
+        signature: int = 0,
+    ) -> None: ...
+
+    def has_template(self, messages: Sequence[P2pMessage], signature: int = 0) -> bool: ...
+
+    def remove_messages(self) -> None: ...
+
+
 class MessageLaunches:
     """Enqueues messages of one communicator on ``gpu``. For calls of one thread.
 
@@ -104,7 +131,7 @@ class MessageLaunches:
         kernels: Kernels,
         comm_args: CommArgs,
         rules: WarpQueueRules,
-        fast_path: CudaFastPath,
+        fast_path: FastMessageTable,
     ) -> None:
         self.gpu, self.rules = gpu, rules
         self._kernels, self._comm_args, self._fast_path = kernels, comm_args, fast_path

@@ -11,11 +11,7 @@ from __future__ import annotations
 import platform
 from typing import Any
 
-from miraccl.executor.cpu.kernels import layout as executor_layout
 from miraccl.native.intrinsics import (
-    FUTEX_WAKE,
-    SYS_FUTEX,
-    add32,
     clock_gettime,
     exchange,
     fence,
@@ -28,6 +24,7 @@ from miraccl.native.intrinsics import (
     store,
     syscall,
 )
+from miraccl.native.sleeper import SLEEP, ring_doorbell
 from miraccl.proxy.kernels import link_layout as layout
 from miraccl.proxy.kernels.link import (
     advance,
@@ -80,10 +77,9 @@ def wake_executor(engine: int) -> None:
         return
     store(engine + layout.ENGINE_DIRTY, 0)
     fence()
-    if load_acquire(ctrl + executor_layout.CTRL_SLEEP) != 0:
+    if load_acquire(ctrl + SLEEP) != 0:
         store(engine + layout.ENGINE_WAKES, load(engine + layout.ENGINE_WAKES) + 1)
-        add32(ctrl + executor_layout.CTRL_DOORBELL, 1)
-        syscall(SYS_FUTEX, ctrl + executor_layout.CTRL_DOORBELL, FUTEX_WAKE, 1 << 30, 0, 0, 0)
+        ring_doorbell(ctrl)
 
 
 @inline

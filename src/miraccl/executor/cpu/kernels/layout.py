@@ -7,6 +7,8 @@ test compares both with this file.
 
 from __future__ import annotations
 
+from miraccl.native import sleeper
+
 WORD = 8
 LINE = 64
 PAGE = 4096
@@ -23,8 +25,8 @@ MODE_MOVED = 7  # in the slot whose number is in DESC_ADDR (kernels.slots)
 TAIL_RETURNED = 8  # word after the tail: slots returned for the last messages, a byte each
 
 # ---- control page, one per rank, mapped by all ranks of the host
-CTRL_SLEEP = 0  # 1 while the rank sleeps on its doorbell
-CTRL_DOORBELL = 8  # futex word (32 bits)
+CTRL_SLEEP = sleeper.SLEEP  # 1 while the rank sleeps on its doorbell
+CTRL_DOORBELL = sleeper.DOORBELL
 CTRL_ABORT = 64  # not 0: every wait ends; the value is an ERR_*
 # progress page: this rank's current operation, for ranks that wait for it
 PROGRESS_SEQ, PROGRESS_SIG, PROGRESS_COUNT, PROGRESS_STEP = 128, 136, 144, 152

@@ -20,7 +20,6 @@ from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.progress_page import publish_wait
 from miraccl.native.intrinsics import (
     FUTEX_WAIT,
-    FUTEX_WAKE,
     MEMBARRIER_GLOBAL_EXPEDITED,
     SYS_FUTEX,
     SYS_MEMBARRIER,
@@ -28,7 +27,6 @@ from miraccl.native.intrinsics import (
     PyErr_Fetch,
     PyEval_RestoreThread,
     PyEval_SaveThread,
-    add32,
     clock_gettime,
     exchange,
     fence,
@@ -46,6 +44,7 @@ from miraccl.native.intrinsics import (
     store_release,
     syscall,
 )
+from miraccl.native.sleeper import ring_doorbell
 
 SPIN_BETWEEN_YIELDS = 16
 #: A yield that lasts this long has given the core to a thread that computes: a time slice of Linux
@@ -74,13 +73,6 @@ def futex_wait(ctx: int, address: int, value: int, nanoseconds: int) -> None:
     store(spec, nanoseconds // 1000000000)
     store(spec + 8, nanoseconds % 1000000000)
     syscall(SYS_FUTEX, address, FUTEX_WAIT, value, spec, 0, 0)
-
-
-@inline
-def ring_doorbell(ctrl: int) -> None:
-    """Wake all sleepers on the doorbell of a control page."""
-    add32(ctrl + layout.CTRL_DOORBELL, 1)
-    syscall(SYS_FUTEX, ctrl + layout.CTRL_DOORBELL, FUTEX_WAKE, 1 << 30, 0, 0, 0)
 
 
 @inline
