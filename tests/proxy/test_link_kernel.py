@@ -133,19 +133,20 @@ def compare(config: rec.LinkConfig, events: Sequence[rec.Event]) -> None:
         assert compiled.handle(event) == wanted, f"event {number}: {event}"
 
 
-def config_of(nstreams: int) -> rec.LinkConfig:
+def config_of(nstreams: int, *, spread: bool = False) -> rec.LinkConfig:
     return rec.LinkConfig(
         nstreams=nstreams,
         send_slot_bytes=SLOT_BYTES,
         recv_slot_bytes=SLOT_BYTES,
         segment_bytes=1 << 17,
+        spread=spread,
     )
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_traffic_gives_the_same_instructions(seed: int) -> None:
     draw = random.Random(seed)
-    config = config_of(draw.choice((1, 2, 5)))
+    config = config_of(draw.choice((1, 2, 5)), spread=seed % 2 == 1)
     sizes = [
         [
             draw.choice((0, 1, 32, 33, 5000, 65536, 65537, 131072, 400_000))

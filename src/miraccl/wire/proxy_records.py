@@ -23,6 +23,8 @@ class LinkConfig:
         segment_bytes: Largest segment of a message.
         queue_bytes, queue_frames: Bytes and frames that a stream queues before the kernel has them.
             256 KiB keep a stream busy while its next frame is decided.
+        spread: Small messages and control frames go to the least loaded stream, not to the first
+            one: on datagrams each stream has one frame in flight.
     """
 
     nstreams: int
@@ -33,6 +35,7 @@ class LinkConfig:
     segment_bytes: int = 1 << 20
     queue_bytes: int = 1 << 18
     queue_frames: int = 32
+    spread: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.nstreams <= MAX_STREAMS:

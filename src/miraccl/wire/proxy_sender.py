@@ -26,6 +26,8 @@ from miraccl.wire.stream import MAX_MESSAGE_BYTES, MIN_SEGMENT_BYTES, Frame, Fra
 
 # in place of a message number in the queue of a stream
 _CONTROL, _CLOSE = -1, -2
+#: Payload bytes that a queued frame counts for in the load of a stream with ``spread``.
+FRAME_COST = 1024
 
 
 class SendHalf:
@@ -196,7 +198,12 @@ class SendHalf:
         )
 
     def _least_loaded(self) -> int:
+        if self.config.spread:
+            return min(range(self.config.nstreams), key=self._load)
         return min(range(self.config.nstreams), key=self._queued_bytes.__getitem__)
+
+    def _load(self, stream: int) -> int:
+        return self._queued_bytes[stream] + FRAME_COST * len(self._queued[stream])
 
     def _send_control(self, ack: int) -> bool:
         stream = self._least_loaded()
@@ -211,7 +218,8 @@ class SendHalf:
         record = self._messages[message]
         left = record.nbytes - record.queued
         small = record.nbytes <= MIN_SEGMENT_BYTES
-        stream = 0 if small or self.config.nstreams == 1 else self._least_loaded()
+        first = (small and not self.config.spread) or self.config.nstreams == 1
+        stream = 0 if first else self._least_loaded()
         if not self._has_capacity(stream):
             return False
         length = left if small else min(left, self._segment_bytes(record.nbytes))

@@ -62,6 +62,7 @@ LINK_LOG = 344  # address of the instruction log of a test, 0 for none
 LINK_ENGINE = 352
 LINK_TEXT_BYTES = 360
 LINK_TEXT = 368  # MAX_TEXT_BYTES of a peer's ABORT
+LINK_SPREAD = 608  # small frames go to the least loaded stream
 LINK_CONTROL = 640  # ring of control frames to send
 CONTROL_BYTES, NCONTROL = 32, 64
 CONTROL_KIND, CONTROL_MESSAGE, CONTROL_SIGNATURE, CONTROL_NBYTES = 0, 8, 16, 24

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from miraccl.native.intrinsics import inline, load, memcpy, store, store_release
 from miraccl.proxy.kernels import link_layout as layout
+from miraccl.wire.proxy_sender import FRAME_COST
 from miraccl.wire.stream import MAGIC, MAX_MESSAGE_BYTES, MIN_SEGMENT_BYTES, FrameType
 
 DATA, ANNOUNCE, CTS = int(FrameType.DATA), int(FrameType.ANNOUNCE), int(FrameType.CTS)
@@ -314,11 +315,18 @@ def on_cts(link: int, message: int, room: int) -> None:
 
 
 @inline
+def queued_load(stream: int, cost: int) -> int:
+    """Queued payload bytes of a stream, plus ``cost`` for each frame."""
+    return load(stream + layout.STREAM_QUEUED_BYTES) + cost * load(stream + layout.STREAM_COUNT)
+
+
+@inline
 def least_loaded(link: int) -> int:
     """Index of the stream with the fewest queued payload bytes."""
-    best, least = 0, load(stream_of(link, 0) + layout.STREAM_QUEUED_BYTES)
+    cost = FRAME_COST if load(link + layout.LINK_SPREAD) != 0 else 0
+    best, least = 0, queued_load(stream_of(link, 0), cost)
     for index in range(1, load(link + layout.LINK_NSTREAMS)):
-        queued = load(stream_of(link, index) + layout.STREAM_QUEUED_BYTES)
+        queued = queued_load(stream_of(link, index), cost)
         if queued < least:
             best, least = index, queued
     return best
@@ -371,7 +379,8 @@ def send_segment(link: int, ack: int) -> bool:
     left = nbytes - queued
     small = nbytes <= MIN_SEGMENT_BYTES
     index = 0
-    if not small and load(link + layout.LINK_NSTREAMS) > 1:
+    spread = load(link + layout.LINK_SPREAD) != 0
+    if (spread or not small) and load(link + layout.LINK_NSTREAMS) > 1:
         index = least_loaded(link)
     stream = stream_of(link, index)
     if load(stream + layout.STREAM_QUEUED_BYTES) >= load(link + layout.LINK_QUEUE_BYTES) or load(
