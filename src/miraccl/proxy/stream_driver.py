@@ -1,35 +1,20 @@
-"""Driver of a peer that is reached over TCP streams.
+"""Driver of a peer that is reached over TCP streams (``proxy.fifo_driver``).
 
-It looks at memory (descriptors, CTS, tail), turns what it finds into events of
-``wire.proxy.ProxyLink``, and executes the instructions: it copies nothing and only gives sockets
-where bytes are or belong. All addresses come from this process's own executor; all sizes from the
-network were checked by the link before an instruction names them.
+It copies nothing and only gives sockets where bytes are or belong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from miraccl import trace
 from miraccl.errors import ProtocolError
 from miraccl.proxy.driver import NO_TIMER
+from miraccl.proxy.fifo_driver import FifoDriver
 from miraccl.proxy.stream import StreamSocket
-from miraccl.transport import fifo
-from miraccl.transport.base import Fifo, NetConnection
-from miraccl.transport.fifo import INLINE_BYTES, LINE_BYTES, NSLOTS, Atomics, Mode
+from miraccl.transport.base import NetConnection
+from miraccl.transport.fifo import Atomics
 from miraccl.wire import proxy_records as wire
-from miraccl.wire.proxy import ProxyLink
-from miraccl.wire.stream import FrameType
-
-_MODE = {
-    wire.Placement.INLINE: Mode.INLINE,
-    wire.Placement.SLOT: Mode.SLOT,
-    wire.Placement.POSTED: Mode.LANDED,
-    wire.Placement.OVERSIZE: Mode.OVERSIZE,
-}
-_INLINE_OFFSET = fifo.WORD_INLINE * fifo.WORD_BYTES
-log = trace.logger("proxy")
+from miraccl.wire.stream import Frame
 
 #: System calls per stream, direction and round. A round costs 10 to 30 us between calls, because
 #: the
@@ -38,7 +23,7 @@ log = trace.logger("proxy")
 CALLS_PER_ROUND = 4
 
 
-class StreamDriver:
+class StreamDriver(FifoDriver):
     """One peer over TCP streams; see ``proxy.driver.Driver``.
 
     Args:
@@ -55,47 +40,17 @@ class StreamDriver:
         on_lost: Callable[[int, wire.Loss], None],
         segment_bytes: int,
     ) -> None:
-        pair = connection.pair
-        self.peer = connection.peer
         self.streams = [StreamSocket(sock, index) for index, sock in enumerate(connection.streams)]
-        self.link = ProxyLink(
-            wire.LinkConfig(
-                nstreams=len(self.streams),
-                send_slot_bytes=connection.peer_slot_bytes,
-                recv_slot_bytes=pair.recv.slot_bytes,
-                nslots=NSLOTS,
-                inline_bytes=INLINE_BYTES,
-                segment_bytes=segment_bytes,
-            ),
+        super().__init__(
+            connection,
+            atomics=atomics,
+            on_lost=on_lost,
+            nstreams=len(self.streams),
+            segment_bytes=segment_bytes,
         )
-        self.dirty = False
-        self._pair = pair  # keeps the memory alive
-        self._send: Fifo = pair.send
-        self._recv: Fifo = pair.recv
-        self._load = atomics.load_acquire
-        self._store = atomics.store_release
-        self._on_lost = on_lost
         self._write_error = ""  # of a stream that cannot be written any longer
-        self._sources: dict[int, int] = {}
-        self._receive_addresses: dict[int, int] = {}
-        self._cts_flags = fifo.flags_view(self._recv.cts)
-        self._seen_flags = [0] * NSLOTS
-        self._handlers: dict[type[Any], Callable[[Any], None]] = {
-            wire.SendFrame: self._do_send,
-            wire.ReceivePayload: self._do_receive,
-            wire.AnnounceMessage: self._do_announce,
-            wire.DeliverMessage: self._do_deliver,
-            wire.PublishTail: self._do_release,
-            wire.PeerLost: self._do_lost,
-            wire.AbortStreams: self._do_abort,
-            wire.LinkFinished: self._do_finished,
-        }
 
     # --- calls of the proxy
-
-    @property
-    def alive(self) -> bool:
-        return self.link.alive
 
     def descriptors(self) -> list[int]:
         return [stream.fd for stream in self.streams]
@@ -128,109 +83,6 @@ class StreamDriver:
 
     def arm(self) -> float:
         return 0.0 if self.scan() or self.dirty else NO_TIMER
-
-    def scan(self) -> bool:
-        """Look for news of the executor; return True if there was any."""
-        link, sender = self.link, self.link.sender
-        if not link.alive:
-            return False
-        load = self._load
-        found = False
-        tail = load(self._recv.tail)
-        if tail != link.receiver.tail:
-            found = True
-            self.handle(wire.MessagesConsumed(tail))
-        line = self._send.descriptors + sender.next_post % NSLOTS * LINE_BYTES
-        while link.alive and load(line) == sender.next_post + 1:
-            found = True
-            self._read_descriptor(sender.next_post, line)
-            line = self._send.descriptors + sender.next_post % NSLOTS * LINE_BYTES
-        flags = self._cts_flags.tolist()
-        if flags != self._seen_flags:
-            found |= self._read_cts_lines(flags)
-        return found
-
-    def _read_cts_lines(self, flags: list[int]) -> bool:
-        """Process CTS flags, one of which has changed."""
-        link, receiver = self.link, self.link.receiver
-        found = False
-        for message in range(receiver.delivered, receiver.tail + NSLOTS):
-            line = self._recv.cts + message % NSLOTS * LINE_BYTES
-            if (
-                self._load(line) == message + 1
-                and message not in self._receive_addresses
-                and link.alive
-            ):
-                found = True
-                self._read_cts_line(message, line)
-        # A CTS for a message beyond the tail that was read is left for the next scan.
-        if max(flags) <= receiver.tail + NSLOTS:
-            self._seen_flags = flags
-        return found
-
-    def handle(self, event: wire.Event) -> None:
-        for instruction in self.link.handle(event):
-            self._handlers[type(instruction)](instruction)
-
-    # --- memory
-
-    def _read_descriptor(self, message: int, line: int) -> None:
-        descriptor = fifo.read_descriptor(line)
-        source = self._payload_address(message, line, descriptor)
-        if source is None:
-            return self.handle(
-                wire.InternalError(
-                    f"posted {descriptor.nbytes} bytes in mode {descriptor.mode} at "
-                    f"{descriptor.address:#x}"
-                )
-            )
-        self._sources[message] = source
-        self.handle(wire.MessagePosted(message, descriptor.signature, descriptor.nbytes))
-
-    def _payload_address(self, message: int, line: int, descriptor: fifo.Descriptor) -> int | None:
-        """Return the address of a posted payload, None if the descriptor is invalid."""
-        if descriptor.mode == Mode.SLOT and 0 <= descriptor.nbytes <= self._send.slot_bytes:
-            return self._send.slots + message % NSLOTS * self._send.slot_bytes
-        if descriptor.mode == Mode.INLINE and 0 <= descriptor.nbytes <= INLINE_BYTES:
-            return line + _INLINE_OFFSET
-        if (
-            descriptor.mode == Mode.ADDRESS
-            and descriptor.nbytes >= 0
-            and (descriptor.address >= fifo.PAGE_BYTES or not descriptor.nbytes)
-        ):
-            return descriptor.address
-        return None
-
-    def _read_cts_line(self, message: int, line: int) -> None:
-        address, nbytes = fifo.read_words(line, fifo.WORD_CTS_ADDRESS, 2)
-        if nbytes < 0 or (nbytes and address < fifo.PAGE_BYTES):
-            return self.handle(
-                wire.InternalError(f"posted a receive of {nbytes} bytes at {address:#x}")
-            )
-        self._receive_addresses[message] = address
-        self.handle(wire.ReceivePosted(message, nbytes))
-
-    def _do_announce(self, instruction: wire.AnnounceMessage) -> None:
-        line = self._recv.descriptors + instruction.message % NSLOTS * LINE_BYTES
-        fifo.write_words(line, fifo.WORD_SIGNATURE, [instruction.signature, instruction.nbytes])
-        self._store(line, -(instruction.message + 1))
-        self.dirty = True
-
-    def _do_deliver(self, instruction: wire.DeliverMessage) -> None:
-        line = self._recv.descriptors + instruction.message % NSLOTS * LINE_BYTES
-        words = [instruction.signature, instruction.nbytes, _MODE[instruction.placement]]
-        address = self._receive_addresses.pop(instruction.message, 0)
-        if instruction.placement is wire.Placement.POSTED:
-            words.append(address)
-        fifo.write_words(line, fifo.WORD_SIGNATURE, words)
-        self._store(line, instruction.message + 1)
-        self.dirty = True
-
-    def _do_release(self, instruction: wire.PublishTail) -> None:
-        for message in [m for m in self._sources if m < instruction.tail]:
-            del self._sources[message]
-        self._store(self._send.tail, instruction.tail)
-        self.dirty = True
 
     # --- streams
 
@@ -284,46 +136,15 @@ class StreamDriver:
             while stream.readable and self.link.alive:
                 self._read(stream)
 
-    def _do_send(self, instruction: wire.SendFrame) -> None:
-        frame = instruction.frame
-        payload = None
-        if frame.type is FrameType.DATA and frame.length:
-            payload = fifo.memory_at(self._sources[frame.message] + frame.offset, frame.length)
+    def _queue_frame(self, frame: Frame, payload: memoryview | None) -> None:
         self.streams[frame.stream].queue(frame, payload)
 
-    def _do_receive(self, instruction: wire.ReceivePayload) -> None:
-        if instruction.placement is wire.Placement.POSTED:
-            base = self._receive_addresses[instruction.message]
-        elif instruction.placement is wire.Placement.SLOT:
-            base = self._recv.slots + instruction.message % NSLOTS * self._recv.slot_bytes
-        else:
-            base = (
-                self._recv.descriptors + instruction.message % NSLOTS * LINE_BYTES + _INLINE_OFFSET
-            )
-        self.streams[instruction.stream].place(
-            fifo.memory_at(base + instruction.offset, instruction.length)
-        )
+    def _place(self, stream: int, target: memoryview) -> None:
+        self.streams[stream].place(target)
 
-    # --- ends
-
-    def _do_lost(self, instruction: wire.PeerLost) -> None:
-        self.close()
-        self.dirty = True
-        log.info(
-            "rank %d is lost (%s): %s", self.peer, instruction.loss.kind.value, instruction.loss
-        )
-        try:
-            self._on_lost(self.peer, instruction.loss)
-        except Exception:
-            log.exception("on_lost failed")
-
-    def _do_abort(self, instruction: wire.AbortStreams) -> None:
+    def _send_abort(self, text: str) -> None:
         for stream in self.streams:
-            stream.send_abort(instruction.text)
-        self.close()
-
-    def _do_finished(self, instruction: wire.LinkFinished) -> None:
-        self.close()
+            stream.send_abort(text)
 
     def close(self) -> None:
         """Close the streams; memory is not touched afterwards. Idempotent."""

@@ -20,13 +20,16 @@ import select
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any
 
 from miraccl import clock, trace
 from miraccl.errors import CommunicatorClosed, MiracclError, as_system_failure
 from miraccl.proxy.commands import COMMAND_TIMEOUT_S, CommandQueue
+from miraccl.proxy.datagram_driver import DatagramDriver, DatagramSockets
 from miraccl.proxy.driver import NO_TIMER, Driver
 from miraccl.proxy.stream_driver import StreamDriver
-from miraccl.transport.base import NetConnection, OnLost, Wake
+from miraccl.transport.base import DatagramConnection, NetConnection, OnLost, Wake
 from miraccl.transport.fifo import PAGE_BYTES, Atomics, PrivateMemory, native_atomics
 from miraccl.wire import proxy_records as wire
 
@@ -47,6 +50,7 @@ class Proxy:
     Args:
         wake: Called with the rank after flags or tails were published, on the proxy's thread.
         on_lost: Called with (peer, loss) once per lost peer, on the proxy's thread.
+        control: Ignored; ``wake`` wakes the executor.
         segment_bytes: Largest segment of a message on streams.
 
     Attributes:
@@ -62,6 +66,7 @@ class Proxy:
         rank: int,
         wake: Wake,
         on_lost: OnLost,
+        control: int = 0,
         atomics: Atomics | None = None,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
@@ -73,6 +78,7 @@ class Proxy:
         self._segment_bytes = segment_bytes
         self._drivers: dict[int, Driver] = {}
         self._by_fd: dict[int, Driver] = {}
+        self._sockets: dict[int, DatagramSockets] = {}
         self._closers: list[tuple[list[Driver], clock.Event]] = []
         self._commands = CommandQueue("the proxy", rank)
         self._words = PrivateMemory(PAGE_BYTES)
@@ -107,17 +113,24 @@ class Proxy:
 
         On failure of one, the caller closes all of them.
         """
-        self.attach_drivers(
-            [
-                lambda c=connection: StreamDriver(  # type: ignore[misc]
-                    c,
-                    atomics=self._atomics,
-                    on_lost=self._on_lost,
-                    segment_bytes=self._segment_bytes,
-                )
-                for connection in connections
-            ]
-        )
+        self.attach_drivers([partial(self._open_driver, c) for c in connections])
+
+    def _open_driver(self, connection: NetConnection) -> Driver:
+        shared: dict[str, Any] = {
+            "atomics": self._atomics,
+            "on_lost": self._on_lost,
+            "segment_bytes": self._segment_bytes,
+        }
+        if isinstance(connection, DatagramConnection):
+            first = connection.streams[0].fileno()
+            sockets = self._sockets.setdefault(first, DatagramSockets(connection.streams))
+            return DatagramDriver(connection, sockets=sockets, **shared)
+        return StreamDriver(connection, **shared)
+
+    def reached(self, peer: int) -> bool:
+        """Return True once a path to a peer over datagrams has answered."""
+        driver = self._drivers.get(peer)
+        return isinstance(driver, DatagramDriver) and driver.reached
 
     def attach_drivers(self, factories: Sequence[Callable[[], Driver]]) -> None:
         """Make drivers on the proxy's thread and run all of them, or none."""

@@ -7,9 +7,11 @@ Setup takes four phases (``setup_phases``): the description and settings of each
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from miraccl import clock, params
@@ -94,7 +96,7 @@ class Fabric:
         self._setup, self._connected = setup, False
         self._on_lost = on_lost
         self._transports: list[Transport] = []
-        self._proxy: Any = None
+        self._proxies: dict[str, Any] = {}
         self.early_events: list[Event] = []  # events before ``Faults`` exists
         session.on_event(self.early_events.append)
         try:
@@ -177,7 +179,12 @@ class Fabric:
         for name, ranks in peers.items():
             given = replace(context, peers=ranks)
             if _needs_progress(name):
-                given = replace(given, budget=NET_BUDGET, max_slot_bytes=NET_SLOT)
+                given = replace(
+                    given,
+                    budget=NET_BUDGET,
+                    max_slot_bytes=NET_SLOT,
+                    proxy=partial(self._open_proxy, registry.spec_of(name).proxy),
+                )
             transport = registry.spec_of(name).open_for(given)
             self._transports.append(transport)
             opened[name] = (transport, ranks)
@@ -243,7 +250,6 @@ class Fabric:
             job=self.session.name.encode(),
             deadline=self._setup.deadline,
             check=self._check,
-            proxy=self._open_proxy,
             wake=self.wake,
             on_lost=self._lost,
         )
@@ -285,14 +291,14 @@ class Fabric:
                     peer=event.rank,
                 )
 
-    def _open_proxy(self) -> ProxyPort:
-        if self._proxy is None:
-            from miraccl.proxy.engine import ProgressEngine  # ranks of one host need none
-
-            self._proxy = ProgressEngine(
+    def _open_proxy(self, name: str) -> ProxyPort:
+        """Return the proxy ``module:class``; ranks of one host import none."""
+        if name not in self._proxies:
+            module, _, kind = name.partition(":")
+            self._proxies[name] = getattr(importlib.import_module(module), kind)(
                 rank=self.rank, wake=self.wake, on_lost=self._lost, control=self.shm.control
             )
-        proxy: ProxyPort = self._proxy
+        proxy: ProxyPort = self._proxies[name]
         return proxy
 
     def _lost(self, peer: int, loss: Loss) -> None:
@@ -397,9 +403,9 @@ class Fabric:
             except (OSError, MiracclError):  # a broken transport may fail to close
                 continue
         self._transports.clear()
-        if self._proxy is not None:
-            self._proxy.close()
-            self._proxy = None
+        for proxy in self._proxies.values():
+            proxy.close()
+        self._proxies.clear()
 
 
 def run_after_notice(session: Session, loss: Loss, action: Callable[[], None]) -> None:

@@ -214,6 +214,61 @@ class NetConnection:
     peer_slot_bytes: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class DatagramOptions:
+    """Settings of the datagram transport, as one rank uses them.
+
+    Attributes:
+        ports: UDP ports per network address.
+        congestion: Name of the congestion controller (``wire.datagram.control``).
+        protection: Value of ``wire.datagram.seal.Protection``.
+        mtu: UDP payload of a packet; 0 asks the kernel for the route's.
+        credit: Receivers bound what their senders have on the way.
+        buffer_bytes: Kernel's send and receive buffer of each socket.
+    """
+
+    ports: int = 1
+    congestion: str = "swift"
+    protection: str = "mac"
+    mtu: int = 0
+    credit: bool = True
+    buffer_bytes: int = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatagramPath:
+    """One path to a peer: an index into the connection's ``streams``, and the peer's address.
+
+    Attributes:
+        mtu: UDP payload of a packet.
+        buffer_bytes: Receive buffer of the peer's socket.
+    """
+
+    socket: int
+    host: str
+    port: int
+    mtu: int
+    buffer_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatagramConnection(NetConnection):
+    """Paths over UDP to a peer; ``streams`` are sockets that all peers share and the transport
+    owns.
+
+    Attributes:
+        connection, peer_connection: Number in packets to this rank, and to the peer.
+        send_key, recv_key: Keys of the two directions.
+    """
+
+    paths: Sequence[DatagramPath]
+    connection: int
+    peer_connection: int
+    send_key: bytes
+    recv_key: bytes
+    options: DatagramOptions
+
+
 class ProxyPort(Protocol):
     """Interface of the proxy to network transports."""
 
@@ -233,6 +288,13 @@ class ProxyPort(Protocol):
         """Send ``text`` to all peers that still read, and close; memory is not touched
         afterwards.
         """
+
+
+class DatagramPort(ProxyPort, Protocol):
+    """Interface of the proxy to the datagram transport."""
+
+    def reached(self, peer: int) -> bool:
+        """Return True once a path to the peer has carried a packet and its acknowledgement."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ class TransportSpec:
         score: Points of a pair of endpoints, symmetric, and the reason.
         network: True if ``MIRACCL_NET`` chooses it.
         automatic: True if ``MIRACCL_NET=auto`` allows it.
+        proxy: Module and class of the proxy that moves its messages, imported late.
         open: Function that opens it, instead of ``module``.
     """
 
@@ -43,6 +44,7 @@ class TransportSpec:
     module: str = ""
     network: bool = True
     automatic: bool = True
+    proxy: str = "miraccl.proxy.engine:ProgressEngine"
     open: Callable[[TransportContext], Transport] | None = None
 
     def __post_init__(self) -> None:
@@ -180,6 +182,19 @@ TCP = register(
         | Capability.AUTHENTICATED,
         score=_score_tcp,
         module="miraccl.transport.socket",
+    )
+)
+UDP = register(
+    TransportSpec(
+        name="udp",
+        capabilities=Capability.ORDERED
+        | Capability.IN_PLACE
+        | Capability.NEEDS_PROGRESS
+        | Capability.AUTHENTICATED,
+        score=_score_tcp,
+        module="miraccl.transport.datagram",
+        automatic=False,
+        proxy="miraccl.proxy.thread:Proxy",
     )
 )
 MEMORY = register(

@@ -87,6 +87,11 @@ class ProxyLink:
         """True while streams and memory are in use."""
         return self.state in (LinkState.OPEN, LinkState.DRAINING, LinkState.CLOSING)
 
+    @property
+    def peer_closed(self) -> bool:
+        """True if the peer has closed every stream."""
+        return all(self._stream_closed)
+
     def handle(self, event: Event) -> list[Instruction]:
         """Process one event and return the instructions to execute, in order."""
         if self.log is not None:

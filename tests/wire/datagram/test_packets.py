@@ -12,6 +12,7 @@ from miraccl.errors import ProtocolError
 from miraccl.wire.datagram.packets import (
     FLAG_KEY_PHASE,
     MAX_NUMBER,
+    Abort,
     Ack,
     Data,
     Grant,
@@ -45,6 +46,7 @@ RECORDS = st.one_of(
     acks(),
     st.builds(Grant, st.integers(0, MAX_NUMBER - 1)),
     st.builds(Probe, st.integers(0, 60)),
+    st.builds(Abort, st.binary(max_size=240)),
 )
 PACKETS = st.builds(
     Packet,

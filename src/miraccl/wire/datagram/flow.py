@@ -29,13 +29,16 @@ from miraccl.wire.datagram.flow_records import (
     OutgoingPacket,
     PathChanged,
     PayloadReceived,
+    PeerAborted,
     Segment,
 )
 from miraccl.wire.datagram.packets import (
+    ABORT_BYTES,
     DATA_BYTES,
     HEADER_BYTES,
     PROBE_BYTES,
     TAG_BYTES,
+    Abort,
     Ack,
     Data,
     Grant,
@@ -113,7 +116,9 @@ class DatagramFlow:
     def __init__(self, config: FlowConfig, *, log: list[Any] | None = None) -> None:
         self.config = config
         control = controller(config.congestion)
-        self.paths = [FlowPath(i, control, config.mtu) for i in range(config.npaths)]
+        self.paths = [
+            FlowPath(i, control, config.mtu, config.max_in_flight) for i in range(config.npaths)
+        ]
         self.granted = config.granted
         self.new_bytes = 0
         self.rejected = 0
@@ -134,6 +139,13 @@ class DatagramFlow:
         queue = self._outgoing[stream]
         queue.frames.append(OutgoingFrame(queue.next_number, header, length))
         queue.next_number += 1
+
+    def validate_paths(self, now: int) -> None:
+        """Carry probes only on each path until one of them is acknowledged; called once, first."""
+        if self._log is not None:
+            self._log.append(("validate_paths", now))
+        for path in self.paths:
+            path.validate(now)
 
     def grant(self, total: int) -> None:
         """Admit ``total`` bytes of new data from the peer since the start."""
@@ -185,6 +197,8 @@ class DatagramFlow:
                 events += self._on_ack(now, record)
             elif isinstance(record, Grant) and self.granted is not None:
                 self.granted = max(self.granted, record.total)
+            elif isinstance(record, Abort):
+                events.append(PeerAborted(record.text))
         completed = False
         for record in data:
             found = self._on_data(record)
@@ -345,6 +359,15 @@ class DatagramFlow:
         if due:
             return self._ack_packet(now)
         return None
+
+    def abort(self, text: bytes) -> list[OutgoingPacket]:
+        """Return one packet per path with the reason why this side gives up."""
+        record = Abort(text)
+        size = HEADER_BYTES + TAG_BYTES + ABORT_BYTES + len(text)
+        return [
+            OutgoingPacket(path.index, path.take_number(), size, (record,), ())
+            for path in self.paths
+        ]
 
     def _has_data(self) -> bool:
         return any(

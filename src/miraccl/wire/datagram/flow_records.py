@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from miraccl.errors import InvalidUsage
-from miraccl.wire.datagram.packets import MAX_PATHS, MAX_STREAMS, MIN_MTU, Ack, Grant, Probe
+from miraccl.wire.datagram.packets import MAX_PATHS, MAX_STREAMS, MIN_MTU, Abort, Ack, Grant, Probe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,8 @@ class FlowConfig:
             nstreams: Number of streams; each has one frame in flight, any number queued. mtu: UDP
             payload in bytes that every path carries at the start. congestion: Name of the
             congestion controller. granted: Bytes of new data admitted before the first grant; None
-            disables grants.
+            disables grants. max_in_flight: Bytes in flight per path, whatever the controller
+            allows: a share of the peer's receive buffer.
     """
 
     connection: int
@@ -28,6 +29,7 @@ class FlowConfig:
     mtu: int = MIN_MTU
     congestion: str = "swift"
     granted: int | None = None
+    max_in_flight: int = 1 << 30
 
     def __post_init__(self) -> None:
         if not 1 <= self.npaths <= MAX_PATHS:
@@ -59,7 +61,7 @@ class OutgoingPacket:
     path: int
     number: int
     size: int
-    records: tuple[Ack | Grant | Probe, ...]
+    records: tuple[Ack | Grant | Probe | Abort, ...]
     segments: tuple[Segment, ...]
 
 
@@ -103,4 +105,13 @@ class PathChanged:
     after: str
 
 
-FlowEvent = FrameStarted | PayloadReceived | FrameCompleted | FrameAcknowledged | PathChanged
+@dataclass(frozen=True, slots=True)
+class PeerAborted:
+    """The peer gives up; ``text`` is its reason."""
+
+    text: bytes
+
+
+FlowEvent = (
+    FrameStarted | PayloadReceived | FrameCompleted | FrameAcknowledged | PathChanged | PeerAborted
+)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from miraccl.errors import ProtocolError
 from miraccl.wire.stream import HEADER_BYTES as FRAME_BYTES
-from miraccl.wire.stream import MAX_SEGMENT_BYTES
+from miraccl.wire.stream import MAX_SEGMENT_BYTES, MAX_TEXT_BYTES
 
 VERSION = 1
 TAG_BYTES = 16
@@ -35,15 +35,18 @@ _ACK = struct.Struct("<BBQIIIB")
 _RANGE = struct.Struct("<II")
 _GRANT = struct.Struct("<BQ")
 _PROBE = struct.Struct("<BHH")
+_ABORT = struct.Struct("<BB")
 HEADER_BYTES = _HEADER.size
 DATA_BYTES = _DATA.size
 PROBE_BYTES = _PROBE.size
+ABORT_BYTES = _ABORT.size
 #: Bytes around the payload of a packet with one data record that carries its frame header.
 OVERHEAD_BYTES = HEADER_BYTES + DATA_BYTES + FRAME_BYTES + TAG_BYTES
 #: Smallest packet that every IPv6 path carries (RFC 8200: 1280 bytes less IPv6 and UDP headers).
 MIN_MTU = 1280 - 48
 
 _KIND_DATA, _KIND_DATA_HEADED, _KIND_ACK, _KIND_GRANT, _KIND_PROBE = 1, 2, 3, 4, 5
+_KIND_ABORT = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,14 @@ class Probe:
     entropy: int = 0
 
 
-Record = Data | Ack | Grant | Probe
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Reason why the sender gives up: at most ``MAX_TEXT_BYTES`` of UTF-8; never acknowledged."""
+
+    text: bytes
+
+
+Record = Data | Ack | Grant | Probe | Abort
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +149,8 @@ def _encode_record(record: Record) -> list[bytes]:
         return _encode_ack(record)
     if isinstance(record, Grant):
         return [_GRANT.pack(_KIND_GRANT, record.total)]
+    if isinstance(record, Abort):
+        return [_ABORT.pack(_KIND_ABORT, len(record.text)), record.text]
     return [_PROBE.pack(_KIND_PROBE, record.padding, record.entropy), bytes(record.padding)]
 
 
@@ -256,10 +268,19 @@ def _read_probe(view: memoryview, at: int) -> tuple[Record, int]:
     return Probe(padding, entropy), at
 
 
+def _read_abort(view: memoryview, at: int) -> tuple[Record, int]:
+    _, length = _ABORT.unpack_from(view, at)
+    if length > MAX_TEXT_BYTES:
+        raise ProtocolError(f"abort with {length} bytes of text, allowed are {MAX_TEXT_BYTES}")
+    text, at = _take(view, at + _ABORT.size, length)
+    return Abort(bytes(text)), at
+
+
 _READERS = {
     _KIND_DATA: _read_data,
     _KIND_DATA_HEADED: _read_data,
     _KIND_ACK: _read_ack,
     _KIND_GRANT: _read_grant,
     _KIND_PROBE: _read_probe,
+    _KIND_ABORT: _read_abort,
 }

@@ -117,10 +117,14 @@ class FlowPath:
         index: Number of the path, equal on both sides.
         controller: Congestion controller of this path.
         mtu: Bytes of a UDP payload that the path carries.
+        max_in_flight: Bytes in flight at most, whatever the controller allows.
     """
 
-    def __init__(self, index: int, controller: Controller, mtu: int) -> None:
+    def __init__(
+        self, index: int, controller: Controller, mtu: int, max_in_flight: int = 1 << 30
+    ) -> None:
         self.index, self.mtu = index, mtu
+        self.max_in_flight = max_in_flight
         self.state = PathState.OPEN
         self.rtt = RttEstimator()
         self.controller = controller
@@ -166,7 +170,7 @@ class FlowPath:
 
     def has_room(self, size: int) -> bool:
         """Return True if the window admits a packet of ``size`` bytes."""
-        return self.in_flight + size <= self.window
+        return self.in_flight + size <= min(self.window, self.max_in_flight)
 
     def release_time(self, now: int) -> int:
         """Earliest time at which pacing admits a packet: ``now`` or later."""
@@ -205,6 +209,11 @@ class FlowPath:
         self.next_number += 1
         self.sent_packets += 1
         return self.next_number - 1
+
+    def validate(self, now: int) -> None:
+        """Carry probes only until one of them is acknowledged."""
+        self.state, self.probes = PathState.PROBING, 1
+        self._probe_at = now + self._probe_interval
 
     # ---- acknowledgements and losses
 

@@ -10,6 +10,10 @@ from dataclasses import dataclass
 #: RTT assumed before the first sample; RFC 9002 uses 333 ms, too long inside a machine room.
 INITIAL_NS = 20_000_000
 
+#: The first samples may include the time until the peer began to read; a much shorter one among
+#: them starts the average anew.
+SETTLED = 8
+
 
 @dataclass(slots=True)
 class RttEstimator:
@@ -33,7 +37,7 @@ class RttEstimator:
         self.latest = sample
         self.minimum = sample if not self.samples else min(self.minimum, sample)
         adjusted = sample - ack_delay if sample - ack_delay >= self.minimum else sample
-        if not self.samples:
+        if not self.samples or (self.samples < SETTLED and 4 * adjusted < self.smoothed):
             self.smoothed, self.variation = adjusted, adjusted // 2
         else:
             self.variation += (abs(self.smoothed - adjusted) - self.variation) // 4

@@ -1,0 +1,462 @@
+"""UDP transport between hosts: sockets, paths and keys of ``wire.datagram``.
+
+Each rank opens ``ports`` sockets per address, which all its peers share. A path to a peer is a pair
+of sockets: addresses of both sides are paired by common network, ports by position, so both ranks
+number their paths alike. Keys are derived from the job's secret and from nonces of both ranks,
+which travel with the connect info over the authenticated control plane; nothing is negotiated over
+UDP itself.
+
+``connect`` ends when each peer has acknowledged a packet on some path, or by ``timeout`` with the
+names of the peers that did not.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import json
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+from miraccl import clock, params
+from miraccl.deadline import Deadline
+from miraccl.errors import (
+    BootstrapError,
+    CommunicatorClosed,
+    InvalidUsage,
+    PlanMismatch,
+    ProtocolError,
+    SystemFailure,
+    as_system_failure,
+)
+from miraccl.transport import registry
+from miraccl.transport.base import (
+    DatagramConnection,
+    DatagramOptions,
+    DatagramPath,
+    DatagramPort,
+    Endpoint,
+    Fifo,
+    FifoPair,
+    Transport,
+    TransportContext,
+)
+from miraccl.transport.connect_round import family_of
+from miraccl.transport.fifo import FifoMemory, check_slot_bytes, slot_bytes_for
+from miraccl.wire.datagram.control import controller
+from miraccl.wire.datagram.packets import MAX_PATHS, MIN_MTU
+from miraccl.wire.datagram.seal import SETUP_NONCE_BYTES, Protection, derive_key
+
+CAPABILITIES = registry.UDP.capabilities
+LINGER_S = 5.0
+CHECK_INTERVAL_S = 0.2
+POLL_INTERVAL_S = 0.0005
+#: Largest UDP payload: a packet is copied and checked as a whole, and a lost one is resent.
+MAX_MTU = 1 << 15
+#: linux/in.h, in6.h: path MTU discovery that ignores ICMP, and the MTU of a connected route.
+IP_MTU_DISCOVER, IP_PMTUDISC_PROBE, IP_MTU = 10, 3, 14
+IPV6_MTU_DISCOVER, IPV6_MTU = 23, 24
+#: asm-generic/socket.h: buffer beyond net.core.rmem_max, for processes with CAP_NET_ADMIN.
+SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
+
+
+@dataclass(frozen=True, kw_only=True)
+class SocketInfo:
+    """One UDP socket of a rank; ``mtu`` is the payload that its interface carries."""
+
+    host: str
+    port: int
+    mtu: int
+    buffer_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatagramInfo:
+    """Description of a rank's sockets for its peers.
+
+    Attributes:
+        sockets: All sockets, address by address, with as many ports each.
+        nonce: Random bytes of this rank, mixed into all keys.
+        connection: Number in packets from rank 0; that of rank n is larger by n.
+        protection: ``Protection`` value, equal on all ranks.
+        slot_bytes: Size of the slots into which this rank receives.
+    """
+
+    sockets: tuple[SocketInfo, ...]
+    nonce: bytes
+    connection: int
+    protection: str
+    slot_bytes: int
+
+    def encode(self) -> bytes:
+        rows = [[s.host, s.port, s.mtu, s.buffer_bytes] for s in self.sockets]
+        return json.dumps(
+            [rows, self.nonce.hex(), self.connection, self.protection, self.slot_bytes]
+        ).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> DatagramInfo:
+        """Parse the result of ``encode``. Raises ``ProtocolError`` for anything else."""
+        try:
+            rows, nonce, connection, protection, slot_bytes = json.loads(data)
+            info = cls(
+                sockets=tuple(
+                    SocketInfo(
+                        host=str(ipaddress.ip_address(host)),
+                        port=int(port),
+                        mtu=int(mtu),
+                        buffer_bytes=int(buffer_bytes),
+                    )
+                    for host, port, mtu, buffer_bytes in rows
+                ),
+                nonce=bytes.fromhex(nonce),
+                connection=int(connection),
+                protection=Protection(protection).value,
+                slot_bytes=check_slot_bytes(int(slot_bytes)),
+            )
+        except (ValueError, TypeError) as problem:
+            raise ProtocolError(
+                f"cannot read the connect info of a UDP transport: {problem}"
+            ) from None
+        if (
+            not 1 <= len(info.sockets) <= MAX_PATHS
+            or len(info.nonce) != SETUP_NONCE_BYTES
+            or not all(0 < s.port < 1 << 16 and MIN_MTU <= s.mtu <= MAX_MTU for s in info.sockets)
+        ):
+            raise ProtocolError(
+                "cannot use the connect info of a UDP transport: a value is out of range"
+            )
+        return info
+
+
+def options_from_environment(environ: Mapping[str, str] | None = None) -> DatagramOptions:
+    """Read the settings UDP_*.
+
+    Raises:
+        InvalidUsage: A name is unknown or a number out of range.
+    """
+    ports, mtu = params.UDP_PORTS.read(environ), params.UDP_MTU.read(environ)
+    if not 1 <= ports <= MAX_PATHS:
+        raise InvalidUsage(f"cannot use MIRACCL_UDP_PORTS={ports}: allowed are 1 to {MAX_PATHS}")
+    if mtu and not MIN_MTU <= mtu <= MAX_MTU:
+        raise InvalidUsage(
+            f"cannot use MIRACCL_UDP_MTU={mtu}: allowed are 0 and {MIN_MTU} to {MAX_MTU}"
+        )
+    protection = params.UDP_PROTECTION.read(environ)
+    allowed = [p.value for p in Protection]
+    if protection not in allowed:
+        raise InvalidUsage(
+            f"cannot use MIRACCL_UDP_PROTECTION={protection}: allowed are {', '.join(allowed)}"
+        )
+    return DatagramOptions(
+        ports=ports,
+        congestion=controller(params.UDP_CC.read(environ)).name,
+        protection=protection,
+        mtu=mtu,
+        buffer_bytes=params.SOCKET_BUFFER.read(environ),
+    )
+
+
+class DatagramTransport(Transport):
+    """UDP paths to ranks of other hosts.
+
+    Args:
+        proxy: Moves the messages.
+        secret: Key of the job.
+        job: Name of the communicator, mixed into the keys.
+        slot_bytes: Size of a slot, a multiple of the page.
+        timeout: Seconds that bound each ``connect``, or a deadline of all of them.
+        linger: Seconds in which ``close`` sends what was posted.
+        check: Called while connecting; raises if a peer has died.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        proxy: DatagramPort,
+        secret: bytes,
+        job: bytes,
+        slot_bytes: int = 1 << 19,
+        options: DatagramOptions | None = None,
+        timeout: float | Deadline = 60.0,
+        linger: float = LINGER_S,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.rank = endpoint.rank
+        self._endpoint, self._proxy, self._check = endpoint, proxy, check
+        self._secret, self._job = secret, job
+        self._slot_bytes = check_slot_bytes(slot_bytes)
+        self._options = options or options_from_environment()
+        self._timeout, self._linger = timeout, linger
+        self._sockets: list[socket.socket] = []
+        self._info: DatagramInfo | None = None
+        self._connected: dict[int, FifoPair] = {}
+        self._closed = False
+
+    def setup(self) -> bytes:
+        """Open the sockets, leaving out addresses that cannot be bound."""
+        self._check_open()
+        if self._info is None:
+            self._info = DatagramInfo(
+                sockets=self._open_sockets(),
+                nonce=clock.random_bytes(SETUP_NONCE_BYTES),
+                connection=int.from_bytes(clock.random_bytes(4), "little"),
+                protection=self._options.protection,
+                slot_bytes=self._slot_bytes,
+            )
+        return self._info.encode()
+
+    def _open_sockets(self) -> tuple[SocketInfo, ...]:
+        addresses = self._endpoint.addresses
+        rails = [a for a in addresses if family_of(a) == family_of(addresses[0])]
+        opened: list[SocketInfo] = []
+        problem = SystemFailure("cannot open UDP sockets: the host has no address", rank=self.rank)
+        for address in rails[: max(1, MAX_PATHS // self._options.ports)]:
+            try:
+                with as_system_failure(f"cannot bind UDP to {address}", rank=self.rank):
+                    found = [self._open_socket(address) for _ in range(self._options.ports)]
+            except SystemFailure as error:
+                problem = error
+                continue
+            self._sockets += [sock for sock, _ in found]
+            opened += [info for _, info in found]
+        if not opened:
+            raise problem
+        return tuple(opened)
+
+    def _open_socket(self, address: str) -> tuple[socket.socket, SocketInfo]:
+        sock = socket.socket(family_of(address), socket.SOCK_DGRAM)
+        try:
+            set_udp_options(sock, self._options.buffer_bytes)
+            bind_in_range(sock, address, params.PORT_RANGE.read())
+            sock.setblocking(False)
+            info = SocketInfo(
+                host=address.partition("%")[0],
+                port=int(sock.getsockname()[1]),
+                mtu=self._options.mtu or payload_mtu(address),
+                buffer_bytes=sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF),
+            )
+        except BaseException:
+            sock.close()
+            raise
+        return sock, info
+
+    def connect(self, infos: Mapping[int, bytes]) -> dict[int, FifoPair]:
+        """Connect to ranks; see ``Transport.connect``. Existing pairs are returned as they are."""
+        self._check_open()
+        self.setup()
+        peers = {
+            rank: DatagramInfo.decode(data)
+            for rank, data in infos.items()
+            if rank not in self._connected
+        }
+        if self.rank in peers:
+            raise ValueError(f"cannot connect rank {self.rank} to itself")
+        deadline = Deadline.after(self._timeout)
+        connections = [self._connection(peer, info) for peer, info in peers.items()]
+        with as_system_failure("cannot serve the connections to other ranks", rank=self.rank):
+            self._proxy.attach(connections)
+        try:
+            self._wait_reached(peers, deadline)
+        except BaseException:
+            self._proxy.detach(list(peers), linger=0.0)
+            raise
+        self._connected |= {c.peer: c.pair for c in connections}
+        return {rank: self._connected[rank] for rank in infos}
+
+    def _wait_reached(self, peers: Mapping[int, DatagramInfo], deadline: Deadline) -> None:
+        """Wait until each peer has acknowledged a packet."""
+        next_check = clock.monotonic() + CHECK_INTERVAL_S
+        while missing := [peer for peer in peers if not self._proxy.reached(peer)]:
+            if clock.monotonic() >= next_check:
+                self._check()
+                next_check = clock.monotonic() + CHECK_INTERVAL_S
+            if not deadline.left:
+                at = ", ".join(f"{s.host}:{s.port}" for s in peers[missing[0]].sockets)
+                ranks = ", ".join(map(str, missing))
+                raise BootstrapError(
+                    f"cannot connect rank {self.rank} over UDP: no answer from rank(s) {ranks}",
+                    rank=self.rank,
+                    peer=missing[0],
+                    hint=f"rank {missing[0]} receives at {at}; a firewall may drop UDP: "
+                    "MIRACCL_PORT_RANGE fixes the ports, MIRACCL_NET=tcp needs none",
+                )
+            clock.sleep(POLL_INTERVAL_S)
+
+    def _connection(self, peer: int, info: DatagramInfo) -> DatagramConnection:
+        own = self._info
+        assert own is not None
+        if info.protection != own.protection:
+            raise PlanMismatch(
+                f"ranks disagree on the protection of UDP packets: {own.protection} on rank "
+                f"{self.rank}, {info.protection} on rank {peer}",
+                hint="give all ranks the same MIRACCL_UDP_PROTECTION",
+            )
+        send, recv = FifoMemory(self._slot_bytes), FifoMemory(self._slot_bytes)
+        shared: dict[str, Any] = {
+            "capabilities": CAPABILITIES,
+            "doorbell": self._proxy.doorbell,
+            "asleep": self._proxy.asleep,
+        }
+        return DatagramConnection(
+            peer=peer,
+            streams=self._sockets,
+            pair=FifoPair(
+                send=Fifo.from_address(send.address, self._slot_bytes, **shared),
+                recv=Fifo.from_address(recv.address, self._slot_bytes, **shared),
+                readable=True,
+                memory=(send, recv),
+            ),
+            peer_slot_bytes=info.slot_bytes,
+            paths=paths_between(own.sockets, info.sockets, first=self.rank < peer),
+            connection=(own.connection + peer) & 0xFFFFFFFF,
+            peer_connection=(info.connection + self.rank) & 0xFFFFFFFF,
+            send_key=derive_key(self._secret, self._job, self.rank, peer, (own.nonce, info.nonce)),
+            recv_key=derive_key(self._secret, self._job, peer, self.rank, (info.nonce, own.nonce)),
+            options=self._options,
+        )
+
+    def close(self) -> None:
+        """Send what was posted, for at most ``linger`` seconds, and close all sockets."""
+        if not self._closed and self._connected:
+            self._proxy.detach(list(self._connected), linger=self._linger)
+        self._free()
+
+    def abort(self, text: str) -> None:
+        if not self._closed and self._connected:
+            self._proxy.abort(text)
+        self._free()
+
+    def _free(self) -> None:
+        self._closed = True
+        for sock in self._sockets:
+            sock.close()
+        self._sockets.clear()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CommunicatorClosed("the UDP transport is closed", rank=self.rank)
+
+
+def set_udp_options(sock: socket.socket, buffer_bytes: int) -> None:
+    """Set buffers, and path MTU discovery that neither fragments nor trusts ICMP."""
+    if buffer_bytes:
+        buffer_bytes = min(buffer_bytes, (1 << 31) - 1)
+        for forced, plain in (
+            (SO_SNDBUFFORCE, socket.SO_SNDBUF),
+            (SO_RCVBUFFORCE, socket.SO_RCVBUF),
+        ):
+            try:
+                sock.setsockopt(socket.SOL_SOCKET, forced, buffer_bytes)
+            except OSError:  # needs CAP_NET_ADMIN
+                sock.setsockopt(socket.SOL_SOCKET, plain, buffer_bytes)
+    level, option = (
+        (socket.IPPROTO_IPV6, IPV6_MTU_DISCOVER)
+        if sock.family == socket.AF_INET6
+        else (socket.IPPROTO_IP, IP_MTU_DISCOVER)
+    )
+    sock.setsockopt(level, option, IP_PMTUDISC_PROBE)
+
+
+def bind_in_range(sock: socket.socket, address: str, ports: tuple[int, int]) -> None:
+    """Bind to a free port of a range, (0, 0) for any.
+
+    Raises:
+        OSError: All ports of the range are in use, or the address is not of this host.
+    """
+    for port in range(ports[0], ports[1] + 1):
+        try:
+            return sock.bind((address, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(
+        errno.EADDRINUSE, f"all ports of MIRACCL_PORT_RANGE={ports[0]}-{ports[1]} are in use"
+    )
+
+
+def payload_mtu(address: str) -> int:
+    """Return the UDP payload that the interface of an address carries, at most ``MAX_MTU``."""
+    ipv6 = family_of(address) == socket.AF_INET6
+    mtu = MIN_MTU
+    with suppress(OSError), socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
+        probe.bind((address, 0))
+        # a neighbour in the address's own network: the route of the interface, not of loopback
+        probe.connect((_neighbour(address), 9))
+        option = (socket.IPPROTO_IPV6, IPV6_MTU) if ipv6 else (socket.IPPROTO_IP, IP_MTU)
+        mtu = probe.getsockopt(*option) - (48 if ipv6 else 28)
+    return max(MIN_MTU, min(mtu, MAX_MTU))
+
+
+def _neighbour(address: str) -> str:
+    """Return another address that is probably routed over the same interface."""
+    plain = ipaddress.ip_address(address.partition("%")[0])
+    if plain.is_loopback:
+        return str(plain)
+    return str(type(plain)(int(plain) ^ 1))
+
+
+def paths_between(
+    own: Sequence[SocketInfo], peer: Sequence[SocketInfo], *, first: bool
+) -> tuple[DatagramPath, ...]:
+    """Return the paths between two ranks, numbered alike on both sides.
+
+    Addresses are paired greedily by the longest common prefix, ports by position. ``first``: the
+    caller is the lower rank, whose order decides.
+    """
+    low, high = (own, peer) if first else (peer, own)
+    pairs = sorted(
+        (-_common_bits(a, b), low.index(x), high.index(y), a, b)
+        for a, x in _by_host(low).items()
+        for b, y in _by_host(high).items()
+    )
+    used: set[str] = set()
+    paths: list[DatagramPath] = []
+    for _, _, _, a, b in pairs:
+        if "low " + a in used or "high " + b in used:
+            continue
+        used |= {"low " + a, "high " + b}
+        ports = ([s for s in low if s.host == a], [s for s in high if s.host == b])
+        for i in range(max(map(len, ports))):
+            mine, other = (ports[k][i % len(ports[k])] for k in ((0, 1) if first else (1, 0)))
+            paths.append(
+                DatagramPath(
+                    socket=own.index(mine),
+                    host=other.host,
+                    port=other.port,
+                    mtu=min(mine.mtu, other.mtu),
+                    buffer_bytes=other.buffer_bytes,
+                )
+            )
+    return tuple(paths[:MAX_PATHS])
+
+
+def _by_host(sockets: Sequence[SocketInfo]) -> dict[str, SocketInfo]:
+    """Return the first socket of each address."""
+    found: dict[str, SocketInfo] = {}
+    for each in sockets:
+        found.setdefault(each.host, each)
+    return found
+
+
+def _common_bits(a: str, b: str) -> int:
+    x, y = ipaddress.ip_address(a), ipaddress.ip_address(b)
+    return x.max_prefixlen - (int(x) ^ int(y)).bit_length() if x.version == y.version else -1
+
+
+def open_transport(context: TransportContext) -> DatagramTransport:
+    """Open UDP for ``context``; see ``registry.TransportSpec``."""
+    assert context.proxy is not None, "UDP needs a proxy"
+    return DatagramTransport(
+        context.endpoint,
+        proxy=cast(DatagramPort, context.proxy()),
+        secret=context.secret,
+        job=context.job,
+        slot_bytes=slot_bytes_for(len(context.peers), context.budget, context.max_slot_bytes),
+        timeout=context.deadline,
+        check=context.check,
+    )

@@ -1,0 +1,109 @@
+"""UDP transport on loopback: the conformance kit, paths, keys, strangers and ends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from miraccl.proxy import Proxy
+from miraccl.transport.base import DatagramOptions, Endpoint
+from miraccl.transport.datagram import DatagramTransport, SocketInfo, paths_between
+from miraccl.transport.registry import UDP
+from tests.transport.conformance import WAIT_S, TransportConformance, World
+from tests.transport.socket_world import SLOT
+
+
+def build_rank(
+    world: World,
+    rank: int,
+    *,
+    addresses: Sequence[str] = ("127.0.0.1",),
+    secret: bytes = b"secret",
+    options: DatagramOptions | None = None,
+    timeout: float = WAIT_S,
+    proxy_type: Any = Proxy,
+) -> DatagramTransport:
+    """Add a rank on a host of its own to the world."""
+    losses = world.losses.setdefault(rank, [])
+
+    def on_lost(peer, loss):
+        losses.append((peer, loss))
+        world.news.set()
+
+    proxy = proxy_type(
+        rank=rank, wake=lambda _: world.news.set(), on_lost=on_lost, segment_bytes=1 << 17
+    )
+    world.cleanup.callback(proxy.close)
+    transport = DatagramTransport(
+        Endpoint(rank=rank, hostid=f"host{rank}", pid=os.getpid(), addresses=tuple(addresses)),
+        proxy=proxy,
+        secret=secret,
+        job=b"test",
+        slot_bytes=SLOT,
+        options=options or DatagramOptions(),
+        timeout=timeout,
+        linger=1.0,
+    )
+    world.cleanup.callback(transport.abort, "the test is over")
+    world.transports[rank] = transport
+    return transport
+
+
+def build_world(nranks: int, **options: Any) -> World:
+    world = World(transports={})
+    for rank in range(nranks):
+        build_rank(world, rank, **options)
+    return world
+
+
+class TestDatagramReference(TransportConformance):
+    """The machines of ``wire.datagram`` in Python."""
+
+    spec = UDP
+
+    def build(self, nranks):
+        return build_world(nranks, options=DatagramOptions(ports=2))
+
+
+def sockets(*rows: tuple[str, int]) -> list[SocketInfo]:
+    return [SocketInfo(host=h, port=p, mtu=1472, buffer_bytes=1 << 20) for h, p in rows]
+
+
+def test_paths_are_numbered_alike_and_pair_addresses_of_one_network() -> None:
+    a = sockets(("10.0.0.1", 1), ("10.0.0.1", 2), ("10.9.0.1", 3), ("10.9.0.1", 4))
+    b = sockets(("10.9.0.2", 5), ("10.9.0.2", 6), ("10.0.0.2", 7), ("10.0.0.2", 8))
+    there, back = paths_between(a, b, first=True), paths_between(b, a, first=False)
+    assert len(there) == len(back) == 4
+    for one, other in zip(there, back, strict=True):
+        assert a[one.socket].host.rsplit(".", 1)[0] == one.host.rsplit(".", 1)[0]
+        assert (one.host, one.port) == (b[other.socket].host, b[other.socket].port)
+        assert (other.host, other.port) == (a[one.socket].host, a[one.socket].port)
+    assert len({p.port for p in there}) == 4
+
+
+def test_a_host_with_fewer_interfaces_uses_the_nearest_one() -> None:
+    a = sockets(("10.0.0.1", 1), ("10.9.0.1", 2))
+    (path,) = paths_between(a, sockets(("10.9.0.2", 3)), first=False)
+    assert (path.socket, path.port) == (1, 3)
+
+
+@pytest.mark.parametrize("protection", ["aead", "none"])
+def test_other_protections_carry_messages(protection: str) -> None:
+    world = build_world(2, options=DatagramOptions(protection=protection))
+    with world.cleanup:
+        world.connect()
+        way = world.way(0, 1)
+        way.post(b"x" * SLOT, 3)
+        assert way.take()[0] == b"x" * SLOT
+
+
+def test_a_rank_with_another_secret_is_named() -> None:
+    world = World(transports={})
+    with world.cleanup:
+        build_rank(world, 0, timeout=0.3)
+        build_rank(world, 1, timeout=0.3, secret=b"other")
+        with pytest.raises(Exception, match=r"no answer from rank\(s\) [01]"):
+            world.connect()
