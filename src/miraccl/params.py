@@ -103,15 +103,6 @@ def parse_size(text: str) -> int:
     return int(value)
 
 
-def parse_port_range(text: str) -> tuple[int, int]:
-    """Parse ``first-last`` or a single port; ``0`` means any."""
-    match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", text.strip())
-    first, last = (int(match[1]), int(match[2] or match[1])) if match else (-1, -1)
-    if (first, last) != (0, 0) and not 0 < first <= last < 1 << 16:
-        raise ValueError("allowed are ports from 1 to 65535 as first-last, such as 40000-40063")
-    return first, last
-
-
 def parse_bool(text: str) -> bool:
     lowered = text.lower()
     if lowered in ("1", "true", "yes", "on"):
@@ -288,13 +279,6 @@ SOCKET_BUFFER = declare(
     "Kernel buffer of each TCP stream and direction; 0 leaves the size to the kernel.",
     kind="size",
     unit="B",
-)
-PORT_RANGE = declare(
-    "PORT_RANGE",
-    (0, 0),
-    parse_port_range,
-    "UDP ports that MIRACCL_NET=udp may use, such as 40000-40063, for firewalls; 0: any.",
-    kind="range",
 )
 UDP_PORTS = declare(
     "UDP_PORTS",

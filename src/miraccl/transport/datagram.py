@@ -12,7 +12,6 @@ names of the peers that did not.
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import json
 import socket
@@ -32,6 +31,7 @@ from miraccl.errors import (
     SystemFailure,
     as_system_failure,
 )
+from miraccl.sockets import open_in_range
 from miraccl.transport import registry
 from miraccl.transport.base import (
     DatagramConnection,
@@ -232,7 +232,8 @@ class DatagramTransport(Transport):
         sock = socket.socket(family_of(address), socket.SOCK_DGRAM)
         try:
             set_udp_options(sock, self._options.buffer_bytes)
-            bind_in_range(sock, address, params.PORT_RANGE.read())
+            ports = params.NET_PORT_RANGE.read()
+            open_in_range(lambda port: sock.bind((address, port)), ports)
             sock.setblocking(False)
             info = SocketInfo(
                 host=address.partition("%")[0],
@@ -283,7 +284,7 @@ class DatagramTransport(Transport):
                     rank=self.rank,
                     peer=missing[0],
                     hint=f"rank {missing[0]} receives at {at}; a firewall may drop UDP: "
-                    "MIRACCL_PORT_RANGE fixes the ports, MIRACCL_NET=tcp needs none",
+                    "MIRACCL_NET_PORT_RANGE fixes the ports, MIRACCL_NET=tcp needs none",
                 )
             clock.sleep(POLL_INTERVAL_S)
 
@@ -360,23 +361,6 @@ def set_udp_options(sock: socket.socket, buffer_bytes: int) -> None:
         else (socket.IPPROTO_IP, IP_MTU_DISCOVER)
     )
     sock.setsockopt(level, option, IP_PMTUDISC_PROBE)
-
-
-def bind_in_range(sock: socket.socket, address: str, ports: tuple[int, int]) -> None:
-    """Bind to a free port of a range, (0, 0) for any.
-
-    Raises:
-        OSError: All ports of the range are in use, or the address is not of this host.
-    """
-    for port in range(ports[0], ports[1] + 1):
-        try:
-            return sock.bind((address, port))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-    raise OSError(
-        errno.EADDRINUSE, f"all ports of MIRACCL_PORT_RANGE={ports[0]}-{ports[1]} are in use"
-    )
 
 
 def payload_mtu(address: str) -> int:
