@@ -23,6 +23,7 @@ LAYERS = (
     "executor",
     "fastpath",
     "ops",
+    "p2p",
     "planning",
     "diagnosis",
     "runtime",

@@ -12,6 +12,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from miraccl.errors import (
+    AgentLost,
+    AuthenticationError,
     BootstrapError,
     CollectiveMismatch,
     CollectiveTimeout,
@@ -22,7 +24,11 @@ from miraccl.errors import (
     PeerDied,
     PlanMismatch,
     ScheduleError,
+    StaleDescriptor,
     SystemFailure,
+    TransferCancelled,
+    TransferError,
+    TransferTimeout,
 )
 from miraccl.types import Collective, DType, PreMulSum, Protocol, RedOp
 from miraccl.version import __version__
@@ -31,6 +37,7 @@ if TYPE_CHECKING:
     from miraccl.api.communicator import Communicator
     from miraccl.api.init import init
     from miraccl.bootstrap import UniqueId, get_unique_id
+    from miraccl.p2p.agent import Agent
     from miraccl.runtime.group import group
     from miraccl.runtime.work import Work
 
@@ -38,6 +45,7 @@ SUM, PROD, MIN, MAX, AVG = RedOp.SUM, RedOp.PROD, RedOp.MIN, RedOp.MAX, RedOp.AV
 
 #: Names that need NumPy or compiled code: imported on first access.
 _LATE = {
+    "Agent": "miraccl.p2p.agent",
     "Communicator": "miraccl.api.communicator",
     "UniqueId": "miraccl.bootstrap",
     "Work": "miraccl.runtime.work",
@@ -52,6 +60,9 @@ __all__ = [
     "MIN",
     "PROD",
     "SUM",
+    "Agent",
+    "AgentLost",
+    "AuthenticationError",
     "BootstrapError",
     "Collective",
     "CollectiveMismatch",
@@ -68,7 +79,11 @@ __all__ = [
     "Protocol",
     "RedOp",
     "ScheduleError",
+    "StaleDescriptor",
     "SystemFailure",
+    "TransferCancelled",
+    "TransferError",
+    "TransferTimeout",
     "UniqueId",
     "Work",
     "__version__",

@@ -164,6 +164,55 @@ class PeerDied(MiracclError, ConnectionError):
         return MiracclError.__str__(self)
 
 
+class TransferError(MiracclError):
+    """A one-sided transfer failed; part of the target may have been written.
+
+    Attributes:
+        agent: Name of the other agent, or None.
+        block: Index of the block at which it failed, in the order of the caller's list; -1 if it
+            did not get that far.
+        reason: Short name of the reason, such as ``"stale"``.
+    """
+
+    fault: Fault = "peer"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        agent: str | None = None,
+        block: int = -1,
+        reason: str = "failed",
+        **where: Any,
+    ) -> None:
+        super().__init__(message, **where)
+        self.agent, self.block, self.reason = agent, block, reason
+
+
+class TransferTimeout(TransferError, TimeoutError):
+    """A one-sided transfer, or the end of a registration, passed its deadline."""
+
+    def __str__(self) -> str:
+        return MiracclError.__str__(self)
+
+
+class TransferCancelled(TransferError):
+    """The caller cancelled the transfer: no byte is written any more."""
+
+    fault: Fault = "usage"
+
+
+class StaleDescriptor(TransferError):
+    """The descriptor names memory that its owner no longer offers under it."""
+
+
+class AgentLost(TransferError, ConnectionError):
+    """The process of the other agent ended, or the connection to it did."""
+
+    def __str__(self) -> str:
+        return MiracclError.__str__(self)
+
+
 class CommunicatorAborted(MiracclError):
     """A rank called ``abort()``; ``peer`` is that rank."""
 

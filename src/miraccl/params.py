@@ -198,6 +198,12 @@ def _parse_cumem(text: str) -> int:
     raise ValueError("allowed are auto, 0 and 1")
 
 
+def _parse_p2p_trust(text: str) -> str:
+    if text not in ("job", "target"):
+        raise ValueError("allowed are job and target")
+    return text
+
+
 def _parse_cta_policy(text: str) -> str:
     """Parse the names of ``NCCL_CTA_POLICY_*``, or NCCL's numbers for them."""
     name = dict(zip("012", CTA_POLICIES, strict=True)).get(text, text.lower())
@@ -224,6 +230,28 @@ SECRET = declare(
     "Shared secret of the job. Default: miraccl run creates one; ranks that share a port derive "
     "one from port, user and job number.",
     kind="text",
+)
+P2P_HOST = declare(
+    "P2P_HOST",
+    "127.0.0.1",
+    str,
+    "Address at which an agent of one-sided transfers listens; 0.0.0.0 is all IPv4 interfaces.",
+    kind="address",
+)
+P2P_TRUST = declare(
+    "P2P_TRUST",
+    "job",
+    _parse_p2p_trust,
+    "Access of agents of this host to registered memory: job maps windows and lets peers with the "
+    "secret copy; target has the owner's process make all copies.",
+    kind="choice",
+)
+P2P_STREAMS = declare(
+    "P2P_STREAMS",
+    2,
+    parse_count,
+    "TCP streams of a connection between agents of different hosts.",
+    kind="number",
 )
 HOSTID = declare(
     "HOSTID",

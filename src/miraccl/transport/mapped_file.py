@@ -37,13 +37,12 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 class MappedFile:
     """Mapping of the first ``nbytes`` bytes of an open file. Raises ``OSError``.
 
-    ``fd`` may be closed afterwards.
+    ``fd`` may be closed afterwards. A store to a mapping that is not ``writable`` faults.
     """
 
-    def __init__(self, fd: int, nbytes: int) -> None:
-        address = _libc.mmap(
-            None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _NORESERVE, fd, 0
-        )
+    def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED | _NORESERVE, fd, 0)
         if address == _FAILED:
             raise _error()
         self.address, self.nbytes = int(address), nbytes

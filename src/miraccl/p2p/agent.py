@@ -1,0 +1,332 @@
+"""The agent: registered memory, connections to other agents, and notifications from them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import socket
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from miraccl import clock, params, trace
+from miraccl.bootstrap.host import network_fingerprint
+from miraccl.deadline import Deadline
+from miraccl.errors import (
+    AgentLost,
+    BootstrapError,
+    InvalidUsage,
+    MiracclError,
+    SystemFailure,
+    as_system_failure,
+)
+from miraccl.p2p.arrays import memory_of, windows
+from miraccl.p2p.control import ControlThread
+from miraccl.p2p.descriptors import parse_access
+from miraccl.p2p.dial import dial
+from miraccl.p2p.local_path import LocalPath
+from miraccl.p2p.notify import Inbox, Notification, PairSegment
+from miraccl.p2p.peer import Peer
+from miraccl.p2p.registration import AccessLines, RegionTable, Registration
+from miraccl.p2p.transfer import Background
+from miraccl.wire.auth import SECRET_BYTES
+from miraccl.wire.p2p import AGENT_BYTES, Introduction, Ready, Welcome, protocol_secret
+
+log = trace.logger("p2p")
+MAX_NAME_BYTES = 100
+
+
+class Agent:
+    """Endpoint of one-sided transfers; a context manager that closes it.
+
+    Agents with the same secret can connect to each other. An agent registers memory, whose
+    descriptors other agents need for reads and writes. It may be used from several threads.
+
+    Args:
+        name: Name that peers see in errors and notifications, up to 100 bytes.
+        secret: Text or 32 bytes that all agents of the job share, default MIRACCL_SECRET.
+        timeout: Default deadline of every call and transfer, in seconds; default MIRACCL_TIMEOUT.
+        host: Address to listen at, default MIRACCL_P2P_HOST.
+        port: Port to listen at; 0 chooses one.
+
+    Attributes:
+        address: The ``host:port`` for ``connect`` of other agents.
+
+    Raises:
+        InvalidUsage: An argument is not allowed.
+        SystemFailure: A socket, memory or a thread cannot be had.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        secret: bytes | str | None = None,
+        timeout: float | None = None,
+        host: str | None = None,
+        port: int = 0,
+    ) -> None:
+        trace.configure()
+        if not name or len(name.encode()) > MAX_NAME_BYTES:
+            raise InvalidUsage(
+                f"cannot make an agent: the name {name!r} is empty or longer than "
+                f"{MAX_NAME_BYTES} bytes"
+            )
+        self.name = name
+        self.timeout = params.TIMEOUT.read() if timeout is None else float(timeout)
+        if not self.timeout > 0:
+            raise InvalidUsage(f"cannot make an agent: timeout is {timeout}; it must be positive")
+        self._secret = protocol_secret(_checked_secret(secret))
+        self._trust = params.P2P_TRUST.read()
+        self.agent = clock.random_bytes(AGENT_BYTES)
+        self._table = RegionTable()
+        self._inbox = Inbox(self._table)
+        self._background = Background(name)
+        self._registrations: set[Registration] = set()
+        self._peers: set[Peer] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._probe = ctypes.c_uint64(int.from_bytes(clock.random_bytes(7), "little"))
+        listener = self._listen(host or params.P2P_HOST.read(), port)
+        self.address = _address_text(listener)
+        self._control = ControlThread(
+            listener,
+            self._secret,
+            name=name,
+            welcome=self._welcome,
+            arrived=self._arrived,
+            dropped=self._dropped,
+        )
+
+    def _listen(self, host: str, port: int) -> socket.socket:
+        with as_system_failure(f"cannot listen at {host}:{port}"):
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            try:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind((host, port))
+                listener.listen(128)
+            except OSError:
+                listener.close()
+                raise
+            return listener
+
+    # ---- memory
+
+    def register(self, array: Any, access: str = "rw", *, block_nbytes: int = 0) -> Registration:
+        """Offer memory to other agents.
+
+        Args:
+            array: Contiguous array of NumPy, PyTorch or CuPy, or with the buffer protocol; window
+                memory of ``empty`` is fastest. The registration keeps it alive.
+            access: ``"r"``, ``"w"`` or ``"rw"``: what peers may do.
+            block_nbytes: Size of a block of ``writev`` and ``readv``; 0: a row of the array.
+
+        Raises:
+            InvalidUsage: The array cannot be registered.
+            SystemFailure: The agent has too many registrations.
+        """
+        self._check_open("register")
+        rights = parse_access(access)
+        memory = memory_of(array, "array", "register")
+        if "w" in access and not memory.writable:
+            raise InvalidUsage("cannot register: the array is read-only, and access is " + access)
+        registration = Registration(
+            self._table,
+            memory,
+            rights,
+            identity=lambda: (self.agent, self.name, self.address),
+            lines=self._lines,
+            timeout=self.timeout,
+            block_nbytes=block_nbytes,
+            ended=self._registrations.discard,
+        )
+        self._registrations.add(registration)
+        return registration
+
+    def empty(self, shape: Any, dtype: Any = "uint8") -> Any:
+        """Return an array of zeros in window memory, which agents of this host can map.
+
+        Raises:
+            SystemFailure: There is not enough memory.
+        """
+        return windows.empty(shape, dtype)
+
+    def _lines(self) -> Iterable[AccessLines]:
+        return self._inbox.pairs
+
+    # ---- peers
+
+    def connect(self, address: str, *, timeout: float | None = None) -> Peer:
+        """Connect to another agent.
+
+        Args:
+            address: Its ``host:port``.
+            timeout: Seconds, default the agent's.
+
+        Raises:
+            InvalidUsage: The address is not one.
+            AuthenticationError: The other agent has another secret.
+            BootstrapError: It cannot be reached in time.
+        """
+        self._check_open("connect")
+        deadline = Deadline.after(self.timeout if timeout is None else timeout)
+        introduction = Introduction(
+            name=self.name,
+            agent=self.agent,
+            address=self.address,
+            host=network_fingerprint(),
+            pid=os.getpid(),
+            connection=int.from_bytes(clock.random_bytes(7), "little"),
+            stream=0,
+        )
+        sock, side = dial(address, self._secret, introduction, deadline)
+        assert side.welcome is not None
+        try:
+            path = self._open_path(side.welcome, introduction)
+            sock.sendall(side.ready(isinstance(path, LocalPath)))
+        except (OSError, MiracclError) as error:
+            sock.close()
+            if isinstance(error, MiracclError):
+                raise
+            raise BootstrapError(f"cannot connect to {address}: {error}") from error
+        peer = Peer(self, side.welcome.name, side.welcome.agent, address, path)
+        path.sock = sock
+        with self._lock:
+            self._peers.add(peer)
+        self._control.watch(sock, lambda: self._lost(peer))
+        return peer
+
+    def _open_path(self, welcome: Welcome, introduction: Introduction) -> Any:
+        """Return the best path to an agent."""
+        if welcome.pair_inode and welcome.host == introduction.host and self._trust == "job":
+            try:
+                return LocalPath(welcome, self._background)
+            except SystemFailure as error:
+                log.info("agent %s is not mapped: %s", welcome.name, error)
+        raise BootstrapError(f"agent {welcome.name!r} is on another host")
+
+    def forget_peer(self, peer: Peer) -> None:
+        with self._lock:
+            self._peers.discard(peer)
+        self._control.forget(peer._path.sock)
+
+    def _lost(self, peer: Peer) -> None:
+        peer._path.lost = peer._path.lost or AgentLost(
+            f"agent {peer.name!r} has closed the connection, or its process has ended",
+            agent=peer.name,
+            reason="lost",
+        )
+
+    # ---- notifications
+
+    def notifications(self, timeout: float = 0.0) -> Iterator[Notification]:
+        """Iterate over the notifications that have arrived.
+
+        Args:
+            timeout: Seconds to wait for the first one if there is none.
+        """
+        found = self._inbox.pop()
+        if found is None and timeout > 0:
+            found = self.wait_notification(timeout)
+        while found is not None:
+            yield found
+            found = self._inbox.pop()
+
+    def wait_notification(self, timeout: float | None = None) -> Notification | None:
+        """Return the next notification, None after ``timeout`` seconds (default the agent's)."""
+        inbox = self._inbox
+        found = inbox.pop()
+        if found is None:
+            deadline = Deadline.after(self.timeout if timeout is None else timeout)
+            while found is None and (left := deadline.left) and not self._closed:
+                inbox.wait(left)
+                found = inbox.pop()
+        return found
+
+    # ---- connections from other agents; on the control thread
+
+    def _welcome(self, introduction: Introduction) -> tuple[Welcome, object]:
+        pair = None
+        if self._trust == "job" and introduction.host == network_fingerprint():
+            pair = PairSegment(introduction.name, introduction.agent)
+        message = Welcome(
+            name=self.name,
+            agent=self.agent,
+            host=network_fingerprint(),
+            pid=os.getpid(),
+            table_fd=self._table.segment.fd,
+            table_inode=self._table.inode if pair else 0,
+            pair_fd=pair.segment.fd if pair else 0,
+            pair_inode=pair.inode if pair else 0,
+            probe=ctypes.addressof(self._probe) if pair else 0,
+            probe_value=self._probe.value if pair else 0,
+        )
+        if pair is not None:  # before the peer can access anything
+            self._inbox.add_pair(pair)
+        return message, (introduction, pair)
+
+    def _arrived(self, token: Any, sock: socket.socket, ready: Ready) -> None:
+        _, pair = token
+        if pair is None or not ready.mapped:
+            self._dropped(token)
+            sock.close()
+            return
+        pair.segment.release()
+        self._control.watch(sock, lambda: self._inbox.remove_pair(pair))
+
+    def _dropped(self, token: Any) -> None:
+        _, pair = token
+        if pair is not None:
+            self._inbox.remove_pair(pair)
+            pair.segment.release()
+
+    # ---- end
+
+    def close(self) -> None:
+        """End all transfers, connections and registrations. Idempotent.
+
+        Raises:
+            TransferTimeout: A peer still accesses registered memory.
+        """
+        with self._lock:
+            self._closed, peers = True, list(self._peers)
+        for peer in peers:
+            peer.close()
+        self._background.close()
+        for registration in list(self._registrations):
+            registration.deregister()
+        self._control.close()
+        self._table.close()
+        with contextlib.suppress(OSError):
+            self._inbox._ring(self._table.doorbell)
+
+    def _check_open(self, op_name: str) -> None:
+        if self._closed:
+            raise InvalidUsage(f"cannot {op_name}: agent {self.name!r} is closed")
+
+    def __enter__(self) -> Agent:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+
+def _checked_secret(secret: bytes | str | None) -> bytes:
+    """Return the 32 bytes of a secret; a text is hashed, as MIRACCL_SECRET is."""
+    given = params.SECRET.read() if secret is None else secret
+    if isinstance(given, str) and given:
+        return hashlib.sha256(given.encode()).digest()
+    if not isinstance(given, bytes) or len(given) != SECRET_BYTES:
+        raise InvalidUsage(
+            f"cannot make an agent: the secret must be a text or {SECRET_BYTES} bytes",
+            hint="pass secret=, or set MIRACCL_SECRET",
+        )
+    return given
+
+
+def _address_text(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,329 @@
+"""Kernel source: copies and notifications between two processes of one host.
+
+An initiator announces each access in its line of the pair segment before it reads the generation of
+the region; the owner raises the generation before it reads the lines. With a full fence on both
+sides at least one of them sees the other (Dekker), so no access begins after ``deregister`` has
+found all lines free of the region. The lines name regions as hazard pointers name objects (Michael,
+"Hazard Pointers", 2004).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from miraccl.native.intrinsics import (
+    FUTEX_WAIT,
+    FUTEX_WAKE,
+    SYS_FUTEX,
+    PyBytes_AsString,
+    PyBytes_FromStringAndSize,
+    PyErr_CheckSignals,
+    PyEval_RestoreThread,
+    PyEval_SaveThread,
+    PyLong_AsLong,
+    PyLong_FromLong,
+    add32,
+    clock_gettime,
+    errno_location,
+    exchange,
+    fence,
+    inline,
+    load,
+    load32,
+    load_acquire,
+    memcpy,
+    pause,
+    process_vm_readv,
+    process_vm_writev,
+    sched_yield,
+    store,
+    store_release,
+    syscall,
+)
+from miraccl.p2p import layout
+
+#: A step on more bytes releases the GIL: it takes longer than two switches of threads.
+RELEASE_GIL_BYTES = 1 << 14
+
+
+@inline
+def begin_access(job: int) -> bool:
+    """Announce an access; return False if the region is not the one that was described."""
+    exchange(load(job + layout.JOB_ACCESS), load(job + layout.JOB_REGION))
+    if load_acquire(load(job + layout.JOB_ENTRY) + layout.ENTRY_GENERATION) == load(
+        job + layout.JOB_GENERATION
+    ):
+        return True
+    store_release(load(job + layout.JOB_ACCESS), 0)
+    return False
+
+
+@inline
+def move_window(job: int, budget: int) -> int:
+    """Copy extents between local memory and a mapped window; return the bytes copied."""
+    extents, count = load(job + layout.JOB_EXTENTS), load(job + layout.JOB_COUNT)
+    base, reads = load(job + layout.JOB_BASE), load(job + layout.JOB_METHOD) == layout.WINDOW_READ
+    index, offset = load(job + layout.JOB_INDEX), load(job + layout.JOB_OFFSET)
+    moved = 0
+    while index < count and moved < budget:
+        extent = extents + index * layout.EXTENT_BYTES
+        nbytes = load(extent + 16)
+        part = min(nbytes - offset, budget - moved)
+        local, remote = load(extent) + offset, base + load(extent + 8) + offset
+        if reads:
+            memcpy(local, remote, part)
+        else:
+            memcpy(remote, local, part)
+        moved += part
+        offset += part
+        if offset == nbytes:
+            index += 1
+            offset = 0
+    store(job + layout.JOB_INDEX, index)
+    store(job + layout.JOB_OFFSET, offset)
+    return moved
+
+
+@inline
+def move_process(job: int, budget: int) -> int:
+    """Move extents by one system call; return the bytes moved, or -1 with ``JOB_ERRNO``."""
+    extents, count = load(job + layout.JOB_EXTENTS), load(job + layout.JOB_COUNT)
+    base = load(load(job + layout.JOB_ENTRY) + layout.ENTRY_ADDRESS)
+    vectors = load(job + layout.JOB_VECTORS)
+    limit = load(job + layout.JOB_NVECTORS)
+    remote_vectors = vectors + 16 * limit
+    index, offset = load(job + layout.JOB_INDEX), load(job + layout.JOB_OFFSET)
+    used, total = 0, 0
+    while index + used < count and used < limit and total < budget:
+        extent = extents + (index + used) * layout.EXTENT_BYTES
+        skip = offset if used == 0 else 0
+        part = min(load(extent + 16) - skip, budget - total)
+        store(vectors + 16 * used, load(extent) + skip)
+        store(vectors + 16 * used + 8, part)
+        store(remote_vectors + 16 * used, base + load(extent + 8) + skip)
+        store(remote_vectors + 16 * used + 8, part)
+        total += part
+        used += 1
+    pid = load(job + layout.JOB_PID)
+    if load(job + layout.JOB_METHOD) == layout.PROCESS_READ:
+        moved = process_vm_readv(pid, vectors, used, remote_vectors, used, 0)
+    else:
+        moved = process_vm_writev(pid, vectors, used, remote_vectors, used, 0)
+    if moved < 0:
+        store(job + layout.JOB_ERRNO, load32(errno_location()))
+        return -1
+    rest, going = moved, True
+    while going and index < count:
+        left = load(extents + index * layout.EXTENT_BYTES + 16) - offset
+        going = left <= rest
+        if going:
+            rest -= left
+            index += 1
+            offset = 0
+    store(job + layout.JOB_INDEX, index)
+    store(job + layout.JOB_OFFSET, offset + rest)
+    return moved
+
+
+@inline
+def step(job: int, budget: int) -> int:
+    """Move up to ``budget`` bytes of a job; return a ``STEP_`` result."""
+    if load(job + layout.JOB_INDEX) >= load(job + layout.JOB_COUNT):
+        return layout.STEP_DONE
+    if not begin_access(job):
+        return layout.STEP_STALE
+    if load(job + layout.JOB_METHOD) <= layout.WINDOW_READ:
+        moved = move_window(job, budget)
+    else:
+        moved = move_process(job, budget)
+    store_release(load(job + layout.JOB_ACCESS), 0)
+    if moved < 0:
+        return layout.STEP_FAILED
+    store(job + layout.JOB_DONE, load(job + layout.JOB_DONE) + moved)
+    if load(job + layout.JOB_INDEX) >= load(job + layout.JOB_COUNT):
+        return layout.STEP_DONE
+    return layout.STEP_MORE
+
+
+@inline
+def restart(job: int) -> None:
+    store(job + layout.JOB_INDEX, 0)
+    store(job + layout.JOB_OFFSET, 0)
+    store(job + layout.JOB_DONE, 0)
+
+
+def step_job(self: int, args: int, nargs: int) -> int:
+    """``step_job(job, budget)``: move part of a job and return a ``STEP_`` result."""
+    job, budget = PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))
+    left = load(job + layout.JOB_TOTAL) - load(job + layout.JOB_DONE)
+    if min(left, budget) <= RELEASE_GIL_BYTES:
+        return PyLong_FromLong(step(job, budget))
+    state = PyEval_SaveThread()
+    result = step(job, budget)
+    PyEval_RestoreThread(state)
+    return PyLong_FromLong(result)
+
+
+def run_job(self: int, args: int, nargs: int) -> int:
+    """``run_job(job)``: restart a job and move its first ``STEP_BYTES``."""
+    job = PyLong_AsLong(load(args))
+    restart(job)
+    if load(job + layout.JOB_TOTAL) <= RELEASE_GIL_BYTES:
+        return PyLong_FromLong(step(job, layout.STEP_BYTES))
+    state = PyEval_SaveThread()
+    result = step(job, layout.STEP_BYTES)
+    PyEval_RestoreThread(state)
+    return PyLong_FromLong(result)
+
+
+# ---- notifications
+
+
+@inline
+def ring_copy(ring: int, position: int, memory: int, nbytes: int, reads: bool) -> None:
+    """Copy to or from the ring, in two parts where it wraps around."""
+    start = position & (layout.RING_BYTES - 1)
+    first = min(nbytes, layout.RING_BYTES - start)
+    if reads:
+        memcpy(memory, ring + start, first)
+        memcpy(memory + first, ring, nbytes - first)
+    else:
+        memcpy(ring + start, memory, first)
+        memcpy(ring, memory + first, nbytes - first)
+
+
+@inline
+def wake_sleepers(doorbell: int) -> None:
+    fence()
+    if load_acquire(doorbell + layout.DOORBELL_SLEEPERS) != 0:
+        add32(doorbell + layout.DOORBELL_FUTEX, 1)
+        syscall(SYS_FUTEX, doorbell + layout.DOORBELL_FUTEX, FUTEX_WAKE, 1 << 30, 0, 0, 0)
+
+
+def post_record(self: int, args: int, nargs: int) -> int:
+    """``post_record(pair, doorbell, kind, number, data, nbytes)``: 1, or 0 if the ring is full.
+
+    ``data``: a bytes object. One thread posts at a time: the caller holds the GIL.
+    """
+    pair, doorbell = PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))
+    kind, number = PyLong_AsLong(load(args + 16)), PyLong_AsLong(load(args + 24))
+    data, nbytes = PyBytes_AsString(load(args + 32)), PyLong_AsLong(load(args + 40))
+    size = layout.RECORD_BYTES + ((nbytes + 7) & ~7)
+    tail = load(pair + layout.PAIR_TAIL)
+    if tail + size - load_acquire(pair + layout.PAIR_HEAD) > layout.RING_BYTES:
+        return PyLong_FromLong(0)
+    ring = pair + layout.PAIR_RING
+    start = tail & (layout.RING_BYTES - 1)  # a record is 8-byte aligned, its words never wrap
+    store(ring + start, nbytes | (kind << 32))
+    store(ring + ((tail + 8) & (layout.RING_BYTES - 1)), number)
+    ring_copy(ring, tail + layout.RECORD_BYTES, data, nbytes, False)
+    store_release(pair + layout.PAIR_TAIL, tail + size)
+    wake_sleepers(doorbell)
+    return PyLong_FromLong(1)
+
+
+def take_record(self: int, args: int, nargs: int) -> int:
+    """``take_record(pair)``: bytes of the next record with its header, or 0.
+
+    The ring is memory that a peer writes: sizes are checked, and a false one counts as an empty
+    ring (-1).
+    """
+    pair = PyLong_AsLong(load(args))
+    head, tail = load(pair + layout.PAIR_HEAD), load_acquire(pair + layout.PAIR_TAIL)
+    if head == tail:
+        return PyLong_FromLong(0)
+    ring = pair + layout.PAIR_RING
+    nbytes = load(ring + (head & (layout.RING_BYTES - 1))) & 0xFFFFFFFF
+    size = layout.RECORD_BYTES + ((nbytes + 7) & ~7)
+    if nbytes > layout.MAX_RECORD or tail - head < size or tail - head > layout.RING_BYTES:
+        return PyLong_FromLong(-1)
+    made = PyBytes_FromStringAndSize(0, layout.RECORD_BYTES + nbytes)
+    if made == 0:
+        return 0
+    memory = PyBytes_AsString(made)
+    ring_copy(ring, head, memory, layout.RECORD_BYTES + nbytes, True)
+    # The size was checked as read above; the peer may have changed the header meanwhile.
+    store(memory, (load(memory) >> 32 << 32) | nbytes)
+    store_release(pair + layout.PAIR_HEAD, head + size)
+    return made
+
+
+@inline
+def has_record(pairs: int, count: int) -> bool:
+    for i in range(count):
+        pair = load(pairs + 8 * i)
+        if load_acquire(pair + layout.PAIR_TAIL) != load(pair + layout.PAIR_HEAD):
+            return True
+    return False
+
+
+@inline
+def now_ns(scratch: int) -> int:
+    clock_gettime(1, scratch)
+    return load(scratch) * 1000000000 + load(scratch + 8)
+
+
+@inline
+def wait_records(
+    pairs: int, count: int, doorbell: int, spin_ns: int, wait_ns: int, scratch: int
+) -> bool:
+    """Wait until a ring has a record, the doorbell's word changes, or ``wait_ns`` have passed."""
+    seen = load32(doorbell + layout.DOORBELL_FUTEX)
+    start = now_ns(scratch)
+    rounds, elapsed = 0, 0
+    while elapsed < min(spin_ns, wait_ns):
+        if has_record(pairs, count) or load32(doorbell + layout.DOORBELL_FUTEX) != seen:
+            return True
+        pause()
+        rounds += 1
+        if rounds & 31 == 0:
+            elapsed = now_ns(scratch) - start
+            if elapsed > 20000:
+                sched_yield()
+    add32(doorbell + layout.DOORBELL_SLEEPERS, 1)
+    fence()
+    found = has_record(pairs, count)
+    left = wait_ns - (now_ns(scratch) - start)
+    if not found and left > 0:
+        store(scratch, left // 1000000000)
+        store(scratch + 8, left % 1000000000)
+        syscall(SYS_FUTEX, doorbell + layout.DOORBELL_FUTEX, FUTEX_WAIT, seen, scratch, 0, 0)
+        found = has_record(pairs, count)
+    add32(doorbell + layout.DOORBELL_SLEEPERS, -1)
+    return found
+
+
+def await_records(self: int, args: int, nargs: int) -> int:
+    """``await_records(pairs, count, doorbell, spin_ns, wait_ns, scratch)``: 1 if one came, or 0.
+
+    Returns early after a signal, whose handler has then run; -1 if it raised.
+    """
+    pairs, count = PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))
+    doorbell, spin_ns = PyLong_AsLong(load(args + 16)), PyLong_AsLong(load(args + 24))
+    wait_ns, scratch = PyLong_AsLong(load(args + 32)), PyLong_AsLong(load(args + 40))
+    if has_record(pairs, count):
+        return PyLong_FromLong(1)
+    state = PyEval_SaveThread()
+    found = wait_records(pairs, count, doorbell, spin_ns, wait_ns, scratch)
+    PyEval_RestoreThread(state)
+    if PyErr_CheckSignals() != 0:
+        return 0
+    return PyLong_FromLong(1 if found else 0)
+
+
+def ring_doorbell(self: int, args: int, nargs: int) -> int:
+    """``ring_doorbell(doorbell)``: wake all that wait for notifications."""
+    doorbell = PyLong_AsLong(load(args))
+    add32(doorbell + layout.DOORBELL_FUTEX, 1)
+    syscall(SYS_FUTEX, doorbell + layout.DOORBELL_FUTEX, FUTEX_WAKE, 1 << 30, 0, 0, 0)
+    return PyLong_FromLong(0)
+
+
+EXPORTS: dict[str, Any] = {
+    "step_job": step_job,
+    "run_job": run_job,
+    "post_record": post_record,
+    "take_record": take_record,
+    "await_records": await_records,
+    "ring_doorbell": ring_doorbell,
+}

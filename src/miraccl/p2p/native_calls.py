@@ -1,0 +1,28 @@
+"""Compiled entry points of this package, bound at first use."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from miraccl import native
+from miraccl.native.atomics import bound
+
+LOCAL = "miraccl.p2p.kernels.local"
+EXTENTS = "miraccl.p2p.kernels.extents"
+
+
+@functools.cache
+def entry(module: str, name: str) -> Callable[..., Any]:
+    """Return the builtin for an export of a kernel source of this package."""
+    return native.builtin(name, native.library(module).address(native.PREFIX + name))
+
+
+def local(name: str) -> Callable[..., Any]:
+    return entry(LOCAL, name)
+
+
+load_word = functools.cache(lambda: bound("load_word"))
+store_word = functools.cache(lambda: bound("store_word"))
+exchange_word = functools.cache(lambda: bound("exchange_word"))

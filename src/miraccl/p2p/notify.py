@@ -1,0 +1,195 @@
+"""Notifications: what peers have sent to an agent, in order per peer."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from miraccl.errors import AgentLost, TransferCancelled, TransferError, TransferTimeout
+from miraccl.p2p import layout
+from miraccl.p2p.local_path import (
+    STATUS_CANCELLED,
+    STATUS_OK,
+    STATUS_TIMEOUT,
+    parse_failure,
+)
+from miraccl.p2p.native_calls import load_word, local
+from miraccl.transport.shm import ShmSegment
+
+if TYPE_CHECKING:
+    from miraccl.p2p.registration import RegionTable
+
+#: A receiver polls for this long before it sleeps: longer than a round trip, short for a core.
+SPIN_NS = 50_000
+_RECORD = struct.Struct("<IIq")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Notification:
+    """Notification of a peer.
+
+    Attributes:
+        peer: Name of the agent that sent it.
+        agent: Random identifier of that agent.
+        tag: Number of the transfer at the sender; 0 for ``peer.notify``.
+        data: Bytes that the sender gave.
+        error: Why the transfer failed, None if all its bytes have arrived.
+    """
+
+    peer: str
+    agent: bytes
+    tag: int
+    data: bytes
+    error: TransferError | None = None
+
+
+def failed(peer: str, status: int, reason: str, block: int) -> TransferError:
+    """Return the error of a transfer into this agent's memory that did not succeed."""
+    kinds = {STATUS_CANCELLED: TransferCancelled, STATUS_TIMEOUT: TransferTimeout}
+    return kinds.get(status, TransferError)(
+        f"a transfer of agent {peer!r} failed at block {block}: {reason}",
+        agent=peer,
+        block=block,
+        reason={STATUS_CANCELLED: "cancelled", STATUS_TIMEOUT: "deadline"}.get(status, "failed"),
+    )
+
+
+class PairSegment:
+    """Segment of one connection within the host, at its target."""
+
+    def __init__(self, name: str, agent: bytes) -> None:
+        self.segment = ShmSegment.create("miraccl-p2p-pair", layout.PAIR_BYTES)
+        self.inode = os.fstat(self.segment.fd).st_ino
+        self.peer_name, self.agent = name, agent
+
+    @property
+    def address(self) -> int:
+        return self.segment.address
+
+    def accesses(self, slot: int) -> bool:
+        load, first = load_word(), self.address + layout.PAIR_ACCESSES
+        return any(
+            load(first + i * layout.ACCESS_BYTES) == slot + 1 for i in range(layout.MAX_ACCESSES)
+        )
+
+    def accessed(self) -> bool:
+        """Return True if any access was under way when the peer ended."""
+        load, first = load_word(), self.address + layout.PAIR_ACCESSES
+        return any(load(first + i * layout.ACCESS_BYTES) for i in range(layout.MAX_ACCESSES))
+
+
+class Inbox:
+    """Notifications that have arrived, from the rings of pairs and from the network."""
+
+    def __init__(self, table: RegionTable) -> None:
+        self._table = table
+        self._arrived: deque[Notification] = deque()
+        self._pairs: list[PairSegment] = []
+        self._addresses = np.zeros(0, np.int64)
+        self._scratch = np.zeros(2, np.int64)
+        self._lock = threading.Lock()
+        self._take, self._await, self._ring = (
+            local(name) for name in ("take_record", "await_records", "ring_doorbell")
+        )
+
+    def add_pair(self, pair: PairSegment) -> None:
+        with self._lock:
+            self._pairs = [*self._pairs, pair]
+            self._set_addresses()
+        self._ring(self._table.doorbell)
+
+    def remove_pair(self, pair: PairSegment) -> None:
+        """Read the last notifications of a pair and forget it."""
+        with self._lock:
+            self._drain(pair)
+            self._pairs = [p for p in self._pairs if p is not pair]
+            self._set_addresses()
+        if pair.accessed():
+            self.put(
+                Notification(
+                    peer=pair.peer_name,
+                    agent=pair.agent,
+                    tag=0,
+                    data=b"",
+                    error=AgentLost(
+                        f"agent {pair.peer_name!r} ended during an access to this agent's memory",
+                        agent=pair.peer_name,
+                        reason="lost",
+                    ),
+                )
+            )
+
+    def _set_addresses(self) -> None:
+        self._addresses = np.array([p.address for p in self._pairs], np.int64)
+
+    @property
+    def pairs(self) -> list[PairSegment]:
+        return self._pairs
+
+    def put(self, notification: Notification) -> None:
+        """Add a notification that came by the network."""
+        self._arrived.append(notification)
+        self._ring(self._table.doorbell)
+
+    def pop(self) -> Notification | None:
+        """Return the next notification, None if there is none."""
+        if not self._arrived:
+            with self._lock:
+                for pair in self._pairs:
+                    self._drain(pair)
+        try:
+            return self._arrived.popleft()
+        except IndexError:
+            return None
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for a notification; return False after ``seconds``, or if woken without one."""
+        if self._arrived:
+            return True
+        addresses, scratch = self._addresses, np.empty(2, np.int64)
+        found = self._await(
+            addresses.ctypes.data if len(addresses) else 0,
+            len(addresses),
+            self._table.doorbell,
+            SPIN_NS,
+            int(min(seconds, 1e6) * 1e9),
+            scratch.ctypes.data,
+        )
+        return bool(found)
+
+    def _drain(self, pair: PairSegment) -> None:
+        take, address = self._take, pair.address
+        while record := take(address):
+            if record == -1:
+                self._arrived.append(
+                    Notification(
+                        peer=pair.peer_name,
+                        agent=pair.agent,
+                        tag=0,
+                        data=b"",
+                        error=TransferError(
+                            f"the notification ring of agent {pair.peer_name!r} is damaged",
+                            agent=pair.peer_name,
+                            reason="protocol",
+                        ),
+                    )
+                )
+                self._pairs = [p for p in self._pairs if p is not pair]
+                self._set_addresses()
+                return
+            _, status, number = _RECORD.unpack_from(record)
+            data, error = record[layout.RECORD_BYTES :], None
+            if status != STATUS_OK:
+                block, reason, data = parse_failure(data)
+                error = failed(pair.peer_name, status, reason, block)
+            self._arrived.append(
+                Notification(
+                    peer=pair.peer_name, agent=pair.agent, tag=number, data=data, error=error
+                )
+            )

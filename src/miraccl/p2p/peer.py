@@ -1,0 +1,323 @@
+"""Another agent, as this one sees it: reads, writes and notifications."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from miraccl.deadline import Deadline
+from miraccl.errors import AgentLost, InvalidUsage, MiracclError
+from miraccl.p2p import extents, layout
+from miraccl.p2p.arrays import Memory, memory_of
+from miraccl.p2p.descriptors import RemoteMemory
+from miraccl.p2p.extents import Extents
+from miraccl.p2p.local_path import LocalPath
+from miraccl.p2p.registration import Registration
+from miraccl.p2p.transfer import Transfer, TransferPlan
+
+if TYPE_CHECKING:
+    from miraccl.p2p.agent import Agent
+
+#: Longest notification, in bytes.
+MAX_NOTIFICATION = layout.MAX_RECORD - 2048
+
+
+class Peer:
+    """Connection to another agent, made by ``Agent.connect``.
+
+    Transfers may be started from several threads.
+
+    Attributes:
+        name: Name of the other agent.
+        agent: Random identifier of the other agent; a restarted one has another.
+        address: Its host:port.
+        method: ``local`` within a host, ``tcp`` otherwise.
+    """
+
+    def __init__(self, owner: Agent, name: str, agent: bytes, address: str, path: Any) -> None:
+        self._owner, self._path = owner, path
+        self.name, self.agent, self.address = name, agent, address
+        self._numbers = itertools.count(1)
+        self._closed = False
+        self._decoded: dict[bytes, RemoteMemory] = {}
+
+    @property
+    def method(self) -> str:
+        return "local" if isinstance(self._path, LocalPath) else "tcp"
+
+    @property
+    def lost(self) -> MiracclError | None:
+        """Reason why the agent cannot be reached any more, or None."""
+        error: MiracclError | None = self._path.lost
+        return error
+
+    # ---- transfers
+
+    def write(
+        self,
+        local: Any,
+        remote: RemoteMemory | bytes,
+        *,
+        notify: bytes | None = None,
+        deadline: float | None = None,
+    ) -> Transfer:
+        """Write local memory to the memory of the agent.
+
+        Args:
+            local: Array, or a ``Registration`` of this agent; unchanged until the end.
+            remote: Descriptor of as many bytes.
+            notify: Data of a notification that the agent gets after the last byte.
+            deadline: Seconds until the transfer fails, default the agent's timeout.
+
+        Returns:
+            The transfer, which may have ended already.
+
+        Raises:
+            InvalidUsage: Sizes or rights do not permit it; nothing was written.
+            StaleDescriptor: The owner has deregistered the memory; nothing was written.
+            AgentLost: The agent cannot be reached.
+        """
+        return self._start("write", local, remote, True, notify, deadline)
+
+    def read(
+        self,
+        local: Any,
+        remote: RemoteMemory | bytes,
+        *,
+        notify: bytes | None = None,
+        deadline: float | None = None,
+    ) -> Transfer:
+        """Read the memory of the agent to local memory; arguments and errors as ``write``."""
+        return self._start("read", local, remote, False, notify, deadline)
+
+    def writev(
+        self,
+        local: Any,
+        remote: RemoteMemory | bytes,
+        *,
+        src_blocks: Any,
+        dst_blocks: Any,
+        notify: bytes | None = None,
+        deadline: float | None = None,
+    ) -> Transfer:
+        """Write blocks of local memory to blocks of the agent's memory.
+
+        Args:
+            local: Array whose rows are blocks, of the size of the remote ones.
+            remote: Descriptor; ``block_nbytes`` is the size of its blocks.
+            src_blocks: Local blocks: int32 array, range or slice.
+            dst_blocks: Remote blocks, as many; none occurs twice.
+
+        Raises as ``write``.
+        """
+        prepared = self.prepare(
+            "write", local, remote, local_blocks=src_blocks, remote_blocks=dst_blocks
+        )
+        return prepared.start(notify, deadline)
+
+    def readv(
+        self,
+        local: Any,
+        remote: RemoteMemory | bytes,
+        *,
+        src_blocks: Any,
+        dst_blocks: Any,
+        notify: bytes | None = None,
+        deadline: float | None = None,
+    ) -> Transfer:
+        """Read blocks of the agent's memory (``src_blocks``) to local blocks (``dst_blocks``);
+        errors as ``writev``.
+        """
+        prepared = self.prepare(
+            "read", local, remote, local_blocks=dst_blocks, remote_blocks=src_blocks
+        )
+        return prepared.start(notify, deadline)
+
+    def prepare(
+        self,
+        kind: str,
+        local: Any,
+        remote: RemoteMemory | bytes,
+        *,
+        local_blocks: Any = None,
+        remote_blocks: Any = None,
+    ) -> Prepared:
+        """Check a transfer once, to start it many times.
+
+        Args:
+            kind: ``"write"`` or ``"read"``.
+            local: Array or registration.
+            remote: Descriptor.
+            local_blocks, remote_blocks: Blocks as in ``writev``; None for the whole memory.
+
+        Raises as ``write``.
+        """
+        if kind not in ("read", "write"):
+            raise InvalidUsage(f"cannot prepare: kind is {kind!r}; allowed are 'read' and 'write'")
+        writes = kind == "write"
+        name = kind if local_blocks is None else kind + "v"
+        target = self._remote(remote, name)
+        memory = self._local(local, name, writes)
+        if local_blocks is None and remote_blocks is None:
+            moved = self._whole(memory, target, name)
+        else:
+            moved = self._blocks(memory, target, local_blocks, remote_blocks, writes, name)
+        return Prepared(self, name, moved, target, writes, memory.owner)
+
+    def notify(self, data: bytes, *, deadline: float | None = None) -> None:
+        """Send a notification without a transfer, after those of all transfers that have ended.
+
+        Raises:
+            InvalidUsage: It is too long.
+            TransferTimeout: The agent does not read its notifications.
+            AgentLost: The agent cannot be reached.
+        """
+        self._path.notify(_checked_notification(data), 0, self._deadline(deadline))
+
+    def close(self) -> None:
+        """Close the connection; transfers under way fail. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._owner.forget_peer(self)
+            self._path.close()
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+    # ---- arguments
+
+    def _start(
+        self,
+        kind: str,
+        local: Any,
+        remote: RemoteMemory | bytes,
+        writes: bool,
+        notify: bytes | None,
+        deadline: float | None,
+    ) -> Transfer:
+        target = self._remote(remote, kind)
+        memory = self._local(local, kind, writes)
+        moved = self._whole(memory, target, kind)
+        return Prepared(self, kind, moved, target, writes, memory.owner).start(notify, deadline)
+
+    def _deadline(self, seconds: float | Deadline | None) -> Deadline:
+        return Deadline.after(self._owner.timeout if seconds is None else seconds)
+
+    def _remote(self, remote: RemoteMemory | bytes, op_name: str) -> RemoteMemory:
+        if not isinstance(remote, RemoteMemory):
+            found = self._decoded.get(remote)
+            if found is None:
+                found = RemoteMemory.decode(remote)
+                if len(self._decoded) > 256:
+                    self._decoded.clear()
+                self._decoded[bytes(remote)] = found
+            remote = found
+        if remote.agent != self.agent:
+            raise AgentLost(
+                f"cannot {op_name}: the descriptor is of agent {remote.name!r} in another process "
+                f"than {self.name!r} is connected to",
+                agent=remote.name,
+                reason="other agent",
+                hint="connect to its address; after a restart, get a new descriptor",
+            )
+        return remote
+
+    def _local(self, local: Any, op_name: str, writes: bool) -> Memory:
+        if isinstance(local, Registration):
+            return local.memory
+        memory = memory_of(local, "local", op_name)
+        if not writes and not memory.writable:
+            raise InvalidUsage(f"cannot {op_name}: local is read-only")
+        return memory
+
+    def _whole(self, memory: Memory, target: RemoteMemory, op_name: str) -> Extents:
+        if memory.nbytes != target.nbytes:
+            raise InvalidUsage(
+                f"cannot {op_name}: local has {memory.nbytes} bytes, remote {target.nbytes}",
+                hint="select a part with rows() of the descriptor",
+            )
+        return extents.single(memory.address, target.offset, memory.nbytes)
+
+    def _blocks(
+        self,
+        memory: Memory,
+        target: RemoteMemory,
+        local_blocks: Any,
+        remote_blocks: Any,
+        writes: bool,
+        op_name: str,
+    ) -> Extents:
+        block = target.block_nbytes
+        local_count = memory.nbytes // block
+        made = extents.from_blocks(
+            local=memory.address,
+            local_blocks=extents.block_list(local_blocks, "local blocks", local_count, op_name),
+            local_count=local_count,
+            remote_blocks=extents.block_list(
+                remote_blocks, "remote blocks", target.nblocks, op_name
+            ),
+            remote_count=target.nblocks,
+            block_nbytes=block,
+            writes=writes,
+            op_name=op_name,
+        )
+        if target.offset:
+            made.table[:, 1] += target.offset
+        return made
+
+
+class Prepared:
+    """Transfer with checked arguments, which can be started any number of times."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        kind: str,
+        moved: Extents,
+        remote: RemoteMemory,
+        writes: bool,
+        owner: Any,
+    ) -> None:
+        self._peer, self._kind, self._owner = peer, kind, owner
+        self._remote, self._extents, self._writes = remote, moved, writes
+        name = f"{kind} {moved.total} bytes"
+        self._jobs: list[Any] = [peer._path.job(remote, moved, writes, name)]
+
+    def start(
+        self, notify: bytes | None = None, deadline: float | Deadline | None = None
+    ) -> Transfer:
+        """Start the transfer; arguments and errors as ``Peer.write``."""
+        peer = self._peer
+        if notify is not None:
+            _checked_notification(notify)
+        try:
+            job = self._jobs.pop()
+        except IndexError:  # each transfer under way has a job of its own
+            name = f"{self._kind} {self._extents.total} bytes"
+            job = peer._path.job(self._remote, self._extents, self._writes, name)
+        transfer: Transfer = peer._path.start(
+            job,
+            kind=self._kind,
+            number=next(peer._numbers),
+            deadline=peer._deadline(deadline),
+            notify=notify,
+            release=self._jobs.append,
+        )
+        transfer.keep = self._owner
+        return transfer
+
+    def explain(self) -> TransferPlan:
+        """Return the method and the predicted time."""
+        job = self._jobs[-1]
+        plan: TransferPlan = job.explain(self._kind)
+        return plan
+
+
+def _checked_notification(data: bytes) -> bytes:
+    if not isinstance(data, bytes) or len(data) > MAX_NOTIFICATION:
+        size = f"{len(data)} bytes" if isinstance(data, bytes) else f"a {type(data).__name__}"
+        raise InvalidUsage(f"cannot notify with {size}: allowed are up to {MAX_NOTIFICATION} bytes")
+    return data

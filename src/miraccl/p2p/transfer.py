@@ -1,0 +1,198 @@
+"""Transfers under way: their end, their errors, and what they will do."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from miraccl import clock
+from miraccl.deadline import Deadline
+from miraccl.errors import MiracclError, TransferCancelled, TransferTimeout
+
+if TYPE_CHECKING:
+    from miraccl.p2p.extents import Extents
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferPlan:
+    """Explanation of a transfer.
+
+    Attributes:
+        method: ``window``, ``process``, ``owner`` or ``tcp``; ``kernel`` and ``staged`` on GPUs.
+        reason: Why this method.
+        blocks: Blocks of the caller's lists.
+        extents: Extents after merging.
+        calls: System calls, or kernels, or frames.
+        predicted_us: Time that the measured constants of the method predict.
+    """
+
+    method: str
+    reason: str
+    kind: str
+    peer: str
+    nbytes: int
+    blocks: int
+    extents: int
+    calls: int
+    predicted_us: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} of {self.nbytes} bytes with {self.peer!r}: {self.method} "
+            f"({self.reason}); {self.blocks} blocks in {self.extents} extents, {self.calls} "
+            f"calls, about {self.predicted_us:.1f} us"
+        )
+
+
+class Transfer:
+    """Transfer of an agent: a future that can also be awaited.
+
+    Attributes:
+        number: Number of the transfer at this agent, which the target's notification repeats.
+    """
+
+    def __init__(
+        self,
+        *,
+        kind: str,
+        peer: str,
+        number: int,
+        extents: Extents,
+        deadline: Deadline,
+    ) -> None:
+        self.kind, self.peer, self.number = kind, peer, number
+        self.extents, self._deadline = extents, deadline
+        self._error: MiracclError | None = None
+        self._done = False
+        #: Object that owns the local memory.
+        self.keep: Any = None
+
+    # ---- for subclasses
+
+    def advance(self, wait: bool) -> None:
+        """Continue the transfer; with ``wait`` until it has ended or for a while."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """End a transfer early; return when no byte is moved any more."""
+        raise NotImplementedError
+
+    def explain(self) -> TransferPlan:
+        """Return the method and the predicted time."""
+        raise NotImplementedError
+
+    # ---- for callers
+
+    def done(self) -> bool:
+        """Return True if the transfer has ended, successfully or not; never blocks."""
+        if not self._done:
+            self.advance(False)
+        return self._done
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the transfer has succeeded.
+
+        Args:
+            timeout: Seconds after which to return an error, default the transfer's deadline. The
+                transfer goes on after this timeout; it ends at its own deadline.
+
+        Raises:
+            TransferError: It failed; the subclass and ``reason`` say how.
+            TransferTimeout: ``timeout`` or the deadline of the transfer has passed.
+        """
+        if not self._done:
+            until = None if timeout is None else Deadline.after(timeout)
+            while not self._done:
+                self.advance(True)
+                if not self._done and until is not None and not until.left:
+                    raise TransferTimeout(
+                        f"{self.kind} of {self.extents.total} bytes with agent {self.peer!r} has "
+                        f"not ended after {until.seconds:g} s",
+                        agent=self.peer,
+                        reason="wait",
+                        hint="the transfer goes on: wait again, or cancel it",
+                    )
+        if self._error is not None:
+            raise self._error
+
+    def exception(self, timeout: float | None = None) -> MiracclError | None:
+        """Wait for the end and return the error, None after a success."""
+        try:
+            self.wait(timeout)
+        except MiracclError as error:
+            if not self._done:
+                raise
+            return error
+        return None
+
+    def cancel(self) -> bool:
+        """Stop the transfer; no byte is moved after the return.
+
+        Returns:
+            True if it was stopped, False if it had ended.
+
+        Raises:
+            TransferTimeout, AgentLost: The target does not confirm that it has stopped.
+        """
+        if self._done:
+            return False
+        self.stop()
+        return isinstance(self._error, TransferCancelled)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        if not self.done():
+            loop = asyncio.get_running_loop()
+            yield from loop.run_in_executor(None, self.exception).__await__()
+        self.wait()
+
+    # ---- common ends
+
+    def _timed_out(self) -> TransferTimeout:
+        return TransferTimeout(
+            f"{self.kind} of {self.extents.total} bytes with agent {self.peer!r} has not ended by "
+            f"its deadline of {self._deadline.seconds:g} s",
+            agent=self.peer,
+            reason="deadline",
+        )
+
+    def _cancelled(self) -> TransferCancelled:
+        return TransferCancelled(
+            f"{self.kind} of {self.extents.total} bytes with agent {self.peer!r} was cancelled",
+            agent=self.peer,
+            reason="cancelled",
+        )
+
+
+class Background:
+    """Thread that continues transfers nobody waits for; it starts with the first of them."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: clock.Queue[Transfer | None] = clock.simple_queue()
+        self._name = name
+        self._thread: clock.Thread | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def add(self, transfer: Transfer) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            if self._thread is None:
+                self._thread = clock.thread(self._main, name=f"miraccl-p2p-{self._name}")
+                self._thread.start()
+        self._queue.put(transfer)
+
+    def close(self) -> None:
+        with self._lock:
+            thread, self._closed = self._thread, True
+        if thread is not None:
+            self._queue.put(None)
+            thread.join()
+
+    def _main(self) -> None:
+        while (transfer := self._queue.get()) is not None:
+            while not transfer.done():
+                pass

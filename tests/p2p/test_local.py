@@ -1,0 +1,286 @@
+"""Transfers between two processes of one host."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import miraccl
+from miraccl.native.atomics import store_release
+from miraccl.p2p import layout
+from miraccl.p2p.descriptors import RemoteMemory
+from tests.p2p.kit import Remote, RemoteError, remote_agent
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Remote]:
+    with remote_agent() as remote:
+        yield remote
+
+
+@pytest.fixture
+def agent() -> Iterator[miraccl.Agent]:
+    with miraccl.Agent("initiator", secret="test", timeout=10) as made:
+        yield made
+
+
+def numbered(nbytes: int) -> Any:
+    return (np.arange(nbytes) % 241).astype(np.uint8)
+
+
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize("nbytes", [1, 4097, 3 << 20])
+def test_write_and_read(target: Remote, agent: miraccl.Agent, window: bool, nbytes: int) -> None:
+    blob = target.offer("x", (nbytes,), window=window)
+    with agent.connect(target.address) as peer:
+        data = numbered(nbytes)
+        transfer = peer.write(data, blob, notify=b"written")
+        assert transfer.explain().method == ("window" if window else "process")
+        transfer.wait()
+        assert target.call("checksum", name="x") == zlib.crc32(data.tobytes())
+        got = target.call("notification")
+        assert got == {
+            "peer": "initiator",
+            "tag": transfer.number,
+            "data": b"written".hex(),
+            "error": None,
+        }
+        back = np.zeros_like(data)
+        peer.read(back, blob).wait()
+        assert (back == data).all()
+    target.call("deregister", name="x")
+
+
+@pytest.mark.parametrize("window", [False, True])
+def test_blocks(target: Remote, agent: miraccl.Agent, window: bool) -> None:
+    blob = target.offer("kv", (40, 64), window=window)
+    local = np.repeat(np.arange(30, dtype=np.uint8)[:, None], 64, 1)
+    src, dst = [3, 4, 5, 9, 1], np.array([11, 12, 13, 0, 39], np.int32)
+    with agent.connect(target.address) as peer:
+        transfer = peer.writev(local, blob, src_blocks=src, dst_blocks=dst)
+        transfer.wait()
+        assert (transfer.explain().blocks, transfer.explain().extents) == (5, 3)
+        expected = np.zeros((40, 64), np.uint8)
+        expected[dst] = local[src]
+        assert target.call("bytes", name="kv") == expected.tobytes().hex()
+        back = np.zeros((3, 64), np.uint8)
+        peer.readv(back, blob, src_blocks=slice(11, 14), dst_blocks=range(3)).wait()
+        assert (back == local[3:6]).all()
+        prepared = peer.prepare("write", local, blob, local_blocks=[7], remote_blocks=[20])
+        for _ in range(3):
+            prepared.start().wait()
+        assert bytes.fromhex(target.call("bytes", name="kv"))[20 * 64] == 7
+
+
+def test_rows_of_a_descriptor(target: Remote, agent: miraccl.Agent) -> None:
+    remote = RemoteMemory.decode(target.offer("rows", (8, 16)))
+    with agent.connect(target.address) as peer:
+        peer.write(np.full(32, 5, np.uint8), remote.rows(2, 4)).wait()
+    expected = np.zeros((8, 16), np.uint8)
+    expected[2:4] = 5
+    assert target.call("bytes", name="rows") == expected.tobytes().hex()
+    with pytest.raises(miraccl.InvalidUsage, match="has 8 rows"):
+        remote.rows(4, 9)
+
+
+def test_requests_that_are_refused(target: Remote, agent: miraccl.Agent) -> None:
+    remote = RemoteMemory.decode(target.offer("guarded", (100,), access="r"))
+    data = np.zeros(100, np.uint8)
+    with agent.connect(target.address) as peer:
+        with pytest.raises(miraccl.InvalidUsage, match="without the right to write"):
+            peer.write(data, remote)
+        with pytest.raises(miraccl.InvalidUsage, match="local has 99 bytes, remote 100"):
+            peer.read(data[:99], remote)
+        with pytest.raises(miraccl.InvalidUsage, match="outside the region of 100"):
+            peer.read(data, replace(remote, offset=1))
+        with pytest.raises(miraccl.StaleDescriptor) as caught:
+            peer.read(data, replace(remote, key=bytes(16)))
+        assert caught.value.reason == "key"
+        with pytest.raises(miraccl.StaleDescriptor, match="has deregistered"):
+            peer.read(data, replace(remote, generation=remote.generation + 2))
+        with pytest.raises(miraccl.AgentLost, match="another process"):
+            peer.read(data, replace(remote, agent=bytes(32)))
+        for blocks in ([[0], [100]], [[-1], [0]]):
+            with pytest.raises(miraccl.InvalidUsage, match="entry 0 of the list is"):
+                peer.readv(data, remote, src_blocks=blocks[1], dst_blocks=blocks[0])
+        with pytest.raises(miraccl.InvalidUsage, match="block 7 is the target of two"):
+            peer.readv(data, remote, src_blocks=[1, 2], dst_blocks=[7, 7])
+
+
+def test_stale_after_registration_at_the_same_address(target: Remote, agent: miraccl.Agent) -> None:
+    old = target.offer("again", (64,))
+    with agent.connect(target.address) as peer:
+        prepared = peer.prepare("write", np.full(64, 1, np.uint8), old)
+        target.call("deregister", name="again")
+        new = bytes.fromhex(target.call("register", name="again"))
+        with pytest.raises(miraccl.StaleDescriptor):
+            prepared.start().wait()
+        with pytest.raises(miraccl.StaleDescriptor):
+            peer.write(np.full(64, 1, np.uint8), old)
+        assert target.call("bytes", name="again") == "00" * 64
+        peer.write(np.full(64, 2, np.uint8), new).wait()
+        assert target.call("bytes", name="again") == "02" * 64
+
+
+def test_deregister_under_a_flood(target: Remote, agent: miraccl.Agent) -> None:
+    """No byte arrives after ``deregister`` has returned."""
+    memory = np.zeros(1 << 16, np.uint8)
+    registration = agent.register(memory)
+    target.call("connect", address=agent.address)
+    target.call("make", name="flood", shape=[1 << 16], dtype="uint8", window=False)
+    target.call("fill", name="flood", value=1)
+    target.call(
+        "start_flood", address=agent.address, blob=registration.advertise().hex(), name="flood"
+    )
+    while not memory[-1]:
+        pass
+    registration.deregister()
+    memory[:] = 0
+    result = target.call("end_flood")
+    assert result["error"] == "StaleDescriptor"
+    assert result["done"] > 0
+    assert not memory.any()
+
+
+def test_deregister_names_a_stopped_peer(agent: miraccl.Agent) -> None:
+    """A peer that is stopped in the middle of an access is named; its end releases the memory."""
+    memory = np.zeros(1 << 26, np.uint8)
+    with remote_agent("stopped") as other:
+        other.call("connect", address=agent.address)
+        (pair,) = agent._inbox.pairs
+        registration = agent.register(memory)
+        # Deterministic stand-in for a stop within the copy: its access line stays announced.
+        other.signal(signal.SIGSTOP)
+        store_release(pair.address, registration.slot + 1)
+        with pytest.raises(miraccl.TransferTimeout, match="'stopped' still accesses"):
+            registration.deregister(timeout=0.05)
+        other.signal(signal.SIGKILL)
+        registration.deregister(timeout=5)
+        got = agent.wait_notification(5)
+        assert got is not None
+        assert isinstance(got.error, miraccl.AgentLost)
+
+
+def test_killed_target(agent: miraccl.Agent) -> None:
+    with remote_agent("killed") as other:
+        blob, window = other.offer("x", (64,)), other.offer("w", (64,), window=True)
+        peer = agent.connect(other.address)
+        data = np.zeros(64, np.uint8)
+        peer.write(data, blob).wait()
+        other.signal(signal.SIGKILL)
+        while peer.lost is None:
+            pass
+        for remote in (blob, window):
+            with pytest.raises(miraccl.AgentLost):
+                peer.write(data, remote).wait()
+        with pytest.raises(miraccl.AgentLost):
+            peer.notify(b"x" * 1000)
+
+
+def test_restarted_target_needs_a_new_descriptor(agent: miraccl.Agent) -> None:
+    with remote_agent("first") as first:
+        blob = first.offer("x", (64,))
+    with remote_agent("second") as second:
+        peer = agent.connect(second.address)
+        with pytest.raises(miraccl.AgentLost):
+            peer.write(np.zeros(64, np.uint8), blob)
+
+
+def test_full_ring_has_a_deadline(target: Remote, agent: miraccl.Agent) -> None:
+    with remote_agent("reader") as other, agent.connect(other.address) as peer:
+        for _ in range(layout.RING_BYTES // 8016):
+            peer.notify(bytes(8000))
+        with pytest.raises(miraccl.TransferTimeout, match="has not read its notifications"):
+            peer.notify(bytes(8000), deadline=0.05)
+        assert other.call("notification")["data"] == "00" * 8000
+        with pytest.raises(miraccl.InvalidUsage, match="allowed are up to"):
+            peer.notify(bytes(1 << 20))
+
+
+def test_cancelled_and_late_transfers_are_told(target: Remote, agent: miraccl.Agent) -> None:
+    nbytes = 64 << 20
+    blob = target.offer("large", (nbytes,))
+    data = np.full(nbytes, 9, np.uint8)
+    with agent.connect(target.address) as peer:
+        transfer = peer.write(data, blob, notify=b"a")
+        cancelled = transfer.cancel()
+        if cancelled:
+            assert isinstance(transfer.exception(), miraccl.TransferCancelled)
+            before = target.call("checksum", name="large")
+            kind, _, block, reason = target.call("notification")["error"]
+            assert (kind, reason) == ("TransferCancelled", "cancelled")
+            assert block >= 0
+            assert target.call("checksum", name="large") == before
+        late = peer.write(data, blob, deadline=1e-4)
+        assert isinstance(late.exception(), miraccl.TransferTimeout)
+        with pytest.raises(miraccl.TransferTimeout):
+            late.wait()
+    target.call("deregister", name="large")
+
+
+def test_await(target: Remote, agent: miraccl.Agent) -> None:
+    blob = target.offer("awaited", (8 << 20,))
+
+    async def run() -> None:
+        with agent.connect(target.address) as peer:
+            await peer.write(np.full(8 << 20, 3, np.uint8), blob)
+            with pytest.raises(miraccl.TransferTimeout):
+                await peer.write(np.full(8 << 20, 3, np.uint8), blob, deadline=1e-5)
+
+    asyncio.run(run())
+
+
+def test_a_wrong_secret_is_refused(target: Remote) -> None:
+    with (
+        miraccl.Agent("stranger", secret="other", timeout=5) as stranger,
+        pytest.raises(miraccl.AuthenticationError, match="another secret"),
+    ):
+        stranger.connect(target.address)
+
+
+def test_read_only_windows_are_mapped_read_only(target: Remote, agent: miraccl.Agent) -> None:
+    blob = target.offer("ro", (4096,), window=True, access="r")
+    with agent.connect(target.address) as peer:
+        peer.read(np.zeros(4096, np.uint8), blob).wait()
+        address = next(iter(peer._path._windows.values())).address
+        assert protection_of(address) == "r--s"
+
+
+def protection_of(address: int) -> str:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        bounds, protection, *_ = line.split()
+        start, end = (int(text, 16) for text in bounds.split("-"))
+        if start <= address < end:
+            return protection
+    raise AssertionError("the address is not mapped")
+
+
+def test_arguments_of_an_agent() -> None:
+    with pytest.raises(miraccl.InvalidUsage, match="secret"):
+        miraccl.Agent("x", secret=b"short")
+    with pytest.raises(miraccl.InvalidUsage, match="name"):
+        miraccl.Agent("", secret="s")
+    with miraccl.Agent("x", secret="s") as made:
+        with pytest.raises(miraccl.InvalidUsage, match="host:port"):
+            made.connect("nowhere")
+        with pytest.raises(miraccl.InvalidUsage, match="not contiguous"):
+            made.register(np.zeros((4, 4))[:, ::2])
+        with pytest.raises(miraccl.InvalidUsage, match="'r', 'w' and 'rw'"):
+            made.register(np.zeros(4), "x")
+    with pytest.raises(miraccl.InvalidUsage, match="is closed"):
+        made.register(np.zeros(4))
+
+
+def test_errors_of_commands_are_raised(target: Remote) -> None:
+    with pytest.raises(RemoteError, match="KeyError"):
+        target.call("bytes", name="absent")
