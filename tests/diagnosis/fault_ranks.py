@@ -338,9 +338,9 @@ def killed(phase: str, victim: int, path: str, ranks_per_host: int) -> Any:
     act_as_hosts(ranks_per_host)
     rank = int(os.environ["MIRACCL_RANK"])
     if phase == "bootstrap" and rank == victim:
-        from miraccl.runtime.fabric import Fabric
+        from miraccl.runtime.fabric import ProcessFabric
 
-        Fabric._open_transports = lambda self, me, config: die(path)  # type: ignore[method-assign]
+        ProcessFabric._open_transports = lambda self, me, config: die(path)  # type: ignore[method-assign]
     if phase == "connect" and rank == victim:
         from miraccl.transport.shm import ShmTransport
         from miraccl.transport.socket import SocketTransport

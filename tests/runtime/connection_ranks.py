@@ -42,7 +42,8 @@ def broken(how: str) -> Any:
     comm.barrier()
     together(comm)
     if comm.rank == 0:
-        sock = next(iter(comm._core.fabric._proxies.values()))._links[1].connection.streams[0]
+        fabric: Any = comm._core.fabric
+        sock = next(iter(fabric._proxies.values()))._links[1].connection.streams[0]
         if how == "closed":
             sock.shutdown(socket.SHUT_RDWR)
         else:  # between two messages: the proxy is asleep
@@ -135,7 +136,8 @@ def slow() -> float:
         x, out, other = np.full(350_000, comm.rank + 1.0), np.zeros(350_000), 1 - comm.rank
         comm.sendrecv(x[:9], other, out[:9], other)
         together(comm)
-        streams = next(iter(comm._core.fabric._proxies.values()))._drivers[other].streams
+        fabric: Any = comm._core.fabric
+        streams = next(iter(fabric._proxies.values()))._drivers[other].streams
         for stream in streams:
             stream.send = (
                 itertools.repeat(0).__next__

@@ -15,7 +15,7 @@ CLASSES = {
     "api/operations.py": (),
     "runtime/dispatch.py": (),
     "runtime/core.py": ("CommunicatorCore",),
-    "runtime/fabric.py": ("Fabric",),
+    "runtime/fabric.py": ("ProcessFabric",),
     "runtime/gpu/communicator.py": ("DeviceCommunicator",),
     "runtime/multinode/communicator.py": ("MultiNodeCommunicator",),
 }

@@ -36,7 +36,7 @@ from miraccl.errors import (
 )
 from miraccl.executor.cpu.kernels import layout
 from miraccl.runtime import core, faults
-from miraccl.runtime.fabric import Fabric
+from miraccl.runtime.fabric import ProcessFabric
 from miraccl.runtime.options import Options
 from miraccl.runtime.window import PAGE, WindowAllocator
 from miraccl.runtime.work import BackgroundWorker
@@ -299,7 +299,7 @@ def test_mismatch_behind_a_broken_connection_is_reported_as_mismatch(
 ) -> None:
     """Rank 1 sees no progress page of another rank, as if it were on another host."""
     monkeypatch.setattr(
-        Fabric, "shm_ranks", property(lambda fabric: [0, 1] if fabric.rank == 0 else [])
+        ProcessFabric, "shm_ranks", property(lambda fabric: [0, 1] if fabric.rank == 0 else [])
     )
     called = threading.Barrier(2)
 

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,7 +99,8 @@ def under_garbage(ranks_per_host: int) -> int:
     """Send garbage from rank 0 to every port of the job while collectives run."""
     sweep_ranks.act_as_hosts(ranks_per_host)
     with miraccl.init(timeout=30) as comm:
-        transports = comm._core.fabric._transports
+        fabric: Any = comm._core.fabric
+        transports = fabric._transports
         mine = [
             (lst.getsockname()[0], lst.getsockname()[1])
             for t in transports

@@ -23,9 +23,8 @@ from miraccl.errors import (
     MiracclError,
     PeerDied,
 )
-from miraccl.runtime import fabric as fabric_module
-from miraccl.runtime import rendezvous
-from miraccl.runtime.fabric import Fabric
+from miraccl.runtime import loss_notice, rendezvous
+from miraccl.runtime.fabric import ProcessFabric
 from miraccl.runtime.setup_phases import SetupPhases
 from tests.runtime.test_life import failing_thread, in_threads
 
@@ -188,10 +187,10 @@ def test_rank_connecting_after_a_peer_gave_up_is_told(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deadline is over for both; locally visible is only a missing segment."""
-    reach = Fabric._connect_transport
-    monkeypatch.setattr(fabric_module, "DEATH_NOTICE_S", 20.0)
+    reach = ProcessFabric._connect_transport
+    monkeypatch.setattr(loss_notice, "DEATH_NOTICE_S", 20.0)
 
-    def late(ours: Fabric, *args: Any) -> Any:
+    def late(ours: ProcessFabric, *args: Any) -> Any:
         if ours.rank == 1:
             clock.stopped.set()
             assert clock.told.wait(20)
@@ -202,7 +201,7 @@ def test_rank_connecting_after_a_peer_gave_up_is_told(
         comm._core.session.timeout = LIMIT_S
         comm._core.session.barrier("ready")
         if comm.rank == 0:
-            monkeypatch.setattr(Fabric, "_connect_transport", late)
+            monkeypatch.setattr(ProcessFabric, "_connect_transport", late)
         comm._core.session.barrier("late")
         clock.on.set()
         if comm.rank == 0:

@@ -17,7 +17,7 @@ from miraccl.executor.cpu.context import ENGINE
 from miraccl.native import cache
 from miraccl.planning import tuning
 from miraccl.planning.cost_model import CpuConstants
-from miraccl.runtime import fabric
+from miraccl.runtime import host_facts
 from miraccl.types import DType, RedOp
 
 
@@ -122,5 +122,5 @@ def test_a_damaged_note_of_a_failure_does_not_count(
 )
 def test_cache_size_from_sysfs(text: str, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default applies if sysfs has no size, as on some emulated machines."""
-    monkeypatch.setattr(fabric, "open", lambda path: io.StringIO(text), raising=False)
-    assert fabric.last_level_cache_bytes() == nbytes
+    monkeypatch.setattr(host_facts, "open", lambda path: io.StringIO(text), raising=False)
+    assert host_facts.last_level_cache_bytes() == nbytes

@@ -33,6 +33,7 @@ from miraccl.types import Collective, DType, Operator
 if TYPE_CHECKING:
     from miraccl.executor.cuda.plan import DevicePlan
     from miraccl.planning.device_candidates import DeviceCandidate
+    from miraccl.runtime.fabric_contract import FabricFactory
     from miraccl.runtime.gpu.communicator import DeviceCommunicator
     from miraccl.runtime.multinode.communicator import MultiNodeCommunicator
     from miraccl.runtime.multinode.runtime import MultiNodePlan
@@ -101,6 +102,7 @@ class Communicator(Collectives, UnevenCollectives, Messages, PersistentOperation
         parent: Communicator | None = None,
         setup: SetupPhases | None = None,
         launch_orders: Callable[[], LaunchOrders] = thread_launch_orders,
+        open_fabric: FabricFactory | None = None,
     ) -> Communicator:
         """Create a communicator over an established session.
 
@@ -112,12 +114,14 @@ class Communicator(Collectives, UnevenCollectives, Messages, PersistentOperation
             launch_orders: Returns the order of kernel launches that this communicator and its
                 children
                 join, called on first GPU use.
+            open_fabric: Makes the connections between the ranks; default: the parent's, or those
+                of processes.
 
         Raises:
             BootstrapError, PlanMismatch, PeerDied, SystemFailure: The ranks could not connect.
         """
         self = cls.__new__(cls)
-        self._start(session, options, setup, parent, launch_orders)
+        self._start(session, options, setup, parent, launch_orders, open_fabric)
         return self
 
     def _start(
@@ -127,10 +131,15 @@ class Communicator(Collectives, UnevenCollectives, Messages, PersistentOperation
         setup: SetupPhases | None,
         parent: Communicator | None = None,
         launch_orders: Callable[[], LaunchOrders] = thread_launch_orders,
+        open_fabric: FabricFactory | None = None,
     ) -> None:
         self.rank, self.nranks = session.rank, session.nranks
         constants = parent._core.constants if parent else None
-        core = self._core = CommunicatorCore(session, options, constants=constants, setup=setup)
+        if open_fabric is None and parent is not None:
+            open_fabric = parent._core.open_fabric
+        core = self._core = CommunicatorCore(
+            session, options, constants=constants, setup=setup, open_fabric=open_fabric
+        )
         self._device = self._background = None
         self._gpu_lock = threading.RLock()
         self._launch_orders = parent._launch_orders if parent else launch_orders

@@ -25,7 +25,7 @@ from miraccl.bootstrap import UniqueId
 from miraccl.executor.cpu.context import call_kernel, fold_kernel
 from miraccl.executor.cpu.kernels import layout
 from miraccl.planning.cost_model import CpuConstants
-from miraccl.runtime.fabric import SHARED_CORES
+from miraccl.runtime.engine_state import SHARED_CORES
 from miraccl.types import DType, RedOp
 
 SINGLE_COPY_SIZES = (256 << 10, 1 << 20, 4 << 20, 16 << 20)

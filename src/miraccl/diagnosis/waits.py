@@ -2,8 +2,8 @@
 
 Processes exchange these records as JSON in their answers to status queries (``blocked_ops``). Each
 kind of wait decides by itself, in ``is_blocked_by``, whether a peer that is blocked too keeps it
-from ending. All ranks of a communicator run one version of the library (``fabric.AgreedConfig``),
-so the JSON needs no versioning.
+from ending. All ranks of a communicator run one version of the library (``AgreedConfig``), so the
+JSON needs no versioning.
 """
 
 from __future__ import annotations

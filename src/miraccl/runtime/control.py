@@ -19,7 +19,7 @@ from miraccl.bootstrap import Session
 from miraccl.deadline import Deadline
 from miraccl.diagnosis.detector import COUNTED_RANKS, REPORT_US
 from miraccl.errors import MiracclError
-from miraccl.runtime.fabric import Fabric
+from miraccl.runtime.fabric_contract import Fabric
 from miraccl.runtime.setup_phases import SetupPhases
 
 BLOCKED_NOTICE = "waits on the control plane"

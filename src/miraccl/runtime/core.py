@@ -36,7 +36,8 @@ from miraccl.planning.planner import Overrides, Planner
 from miraccl.planning.tuning import prepare
 from miraccl.runtime import forks, summary
 from miraccl.runtime.exchange import Transfer, TransferEntry, TransferTable
-from miraccl.runtime.fabric import AgreedConfig, Fabric
+from miraccl.runtime.fabric import ProcessFabric
+from miraccl.runtime.fabric_contract import AgreedConfig, FabricFactory
 from miraccl.runtime.faults import CpuFaults
 from miraccl.runtime.forks import closed_reason
 from miraccl.runtime.options import Options
@@ -66,6 +67,7 @@ class CommunicatorCore:
         constants: Cost model of the machine; None loads or measures it.
         setup: Phases that this construction is a part of, for a common deadline; None starts new
             ones.
+        open_fabric: Makes the connections between the ranks; None: those of processes.
 
     Raises:
         PlanMismatch: The ranks have different settings.
@@ -79,8 +81,10 @@ class CommunicatorCore:
         *,
         constants: CpuConstants | None = None,
         setup: SetupPhases | None = None,
+        open_fabric: FabricFactory | None = None,
     ) -> None:
         self.session, self.options = session, options
+        self.open_fabric: FabricFactory = open_fabric or ProcessFabric
         self.rank, self.nranks = session.rank, session.nranks
         self.reader = HostReader(self.rank, self.nranks)
         self.closed = False
@@ -111,7 +115,7 @@ class CommunicatorCore:
             hints=dict(options.algo_hints),
         )
         try:
-            self.fabric = Fabric(
+            self.fabric = self.open_fabric(
                 setup or SetupPhases(session),
                 agreed_config,
                 timeout=options.timeout,
@@ -173,7 +177,7 @@ class CommunicatorCore:
     def describe(self) -> str:
         """Return one line on the connections of this rank."""
         return summary.describe_rank(
-            self.rank, self.fabric.choices, self.fabric.session.addresses[self.rank]
+            self.rank, self.fabric.choices, self.session.addresses[self.rank]
         )
 
     def _single_copy_threshold(self, asked: str, measured: int) -> int:

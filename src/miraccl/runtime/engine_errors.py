@@ -41,7 +41,7 @@ from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.lower import describe_signature
 from miraccl.runtime import control
 from miraccl.runtime.control import ControlOps
-from miraccl.runtime.fabric import Fabric
+from miraccl.runtime.fabric_contract import Fabric
 from miraccl.wire.proxy_records import CLOSED_WITHOUT_CLOSE_FRAME, Loss, LossKind
 
 SEND_RECV = "send_recv"

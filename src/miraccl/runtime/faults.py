@@ -27,11 +27,11 @@ from miraccl.executor.cpu.kernels import layout
 from miraccl.runtime import control
 from miraccl.runtime.control import ControlOps
 from miraccl.runtime.engine_errors import HINT, SEND_RECV, EngineErrors
-from miraccl.runtime.fabric import (
+from miraccl.runtime.fabric_contract import Fabric
+from miraccl.runtime.loss_notice import (
     CATCH_UP_S,
     DEATH_NOTICE_S,
     NOTICE_FIRST_S,
-    Fabric,
     run_after_notice,
 )
 from miraccl.runtime.setup_phases import SetupPhases

@@ -16,7 +16,7 @@ from miraccl.deadline import Deadline
 from miraccl.diagnosis.detector import PendingCreation
 from miraccl.errors import BootstrapError, CollectiveMismatch, CommunicatorAborted, PeerDied
 from miraccl.runtime.core import CommunicatorCore
-from miraccl.runtime.fabric import NOTICE_FIRST_S
+from miraccl.runtime.loss_notice import NOTICE_FIRST_S
 from miraccl.runtime.setup_phases import SetupPhases
 
 POLL_S = 0.005

@@ -14,22 +14,33 @@ import operator
 import os
 import threading
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from miraccl.errors import InvalidUsage, SystemFailure
 from miraccl.schedule.reduction import NUMPY_DTYPE
-from miraccl.transport.shm import ShmRegion
 from miraccl.types import DType
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
+class WindowRegion(Protocol):
+    """Memory of a window: a ``ShmRegion``, or memory of this process."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def memory(self, offset: int, nbytes: int, /) -> Any: ...
+    def remove(self, offset: int, nbytes: int, /) -> None: ...
+    def resident_bytes(self, offset: int, nbytes: int, /) -> int: ...
+
+
 class WindowAllocator:
     """First-fit allocator over a region. Thread-safe."""
 
-    def __init__(self, region: ShmRegion) -> None:
+    def __init__(self, region: WindowRegion) -> None:
         self.region = region
         #: (offset, bytes) of free blocks: sorted, never adjacent
         self._free: list[tuple[int, int]] = [(0, region.nbytes // PAGE * PAGE)]

@@ -19,8 +19,8 @@ from miraccl.deadline import Deadline
 from miraccl.diagnosis.detector import PendingCreation
 from miraccl.errors import AuthenticationError, BootstrapError, MiracclError, PeerDied
 from miraccl.runtime.core_access import core_access
-from miraccl.runtime.fabric import NOTICE_FIRST_S
 from miraccl.runtime.gpu.launch_order import program_launch_orders
+from miraccl.runtime.loss_notice import NOTICE_FIRST_S
 from miraccl.runtime.options import Options
 from miraccl.runtime.rendezvous import start_deadline
 from miraccl.runtime.setup_phases import SetupPhases

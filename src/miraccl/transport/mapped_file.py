@@ -13,6 +13,8 @@ import os
 import weakref
 from typing import Any
 
+from miraccl.errors import as_system_failure
+
 PAGE_BYTES = mmap.PAGESIZE
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # in the module since Python 3.13
 _FAILED = ctypes.c_void_p(-1).value
@@ -40,9 +42,10 @@ class MappedFile:
     ``fd`` may be closed afterwards. A store to a mapping that is not ``writable`` faults.
     """
 
-    def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
+    def __init__(self, fd: int, nbytes: int, flags: int = 0, *, writable: bool = True) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED | _NORESERVE, fd, 0)
+        flags |= mmap.MAP_SHARED | _NORESERVE
+        address = _libc.mmap(None, nbytes, protection, flags, fd, 0)
         if address == _FAILED:
             raise _error()
         self.address, self.nbytes = int(address), nbytes
@@ -78,6 +81,14 @@ class MappedFile:
                 raise _error()
             total += sum(page & 1 for page in pages) * PAGE_BYTES
         return total
+
+
+class AnonymousMemory(MappedFile):
+    """Mapping of zeroed memory of this process. Raises ``SystemFailure``."""
+
+    def __init__(self, nbytes: int) -> None:
+        with as_system_failure(f"cannot map {nbytes} bytes of memory"):
+            super().__init__(-1, nbytes, mmap.MAP_ANONYMOUS)
 
 
 def _error() -> OSError:

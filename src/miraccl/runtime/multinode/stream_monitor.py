@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from miraccl import clock
 from miraccl.bootstrap.eventfd import EventFd
 from miraccl.errors import as_system_failure
-from miraccl.runtime.fabric import run_after_notice
+from miraccl.runtime.loss_notice import run_after_notice
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.wire.proxy_records import CLOSED_WITHOUT_CLOSE_FRAME, Loss, LossKind
 

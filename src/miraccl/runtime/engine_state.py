@@ -1,0 +1,113 @@
+"""State of the compiled engine of one rank: its control page, connections and wait policies."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from miraccl.executor.cpu.context import Context, PeerConnections, WaitPolicy, words_at
+from miraccl.executor.cpu.kernels import layout
+from miraccl.native import atomics
+from miraccl.runtime import group
+from miraccl.runtime.rank_records import RankRecords
+from miraccl.transport.base import Capability, FifoPair
+
+#: Wait policies of ranks with a core each, and of ranks that share cores.
+DEDICATED_CORES = WaitPolicy(spin=1000, yields=5)
+SHARED_CORES = WaitPolicy(spin=30, yields=60, membarrier=False)
+
+_PROGRESS_WORDS = {
+    "seq": layout.PROGRESS_SEQ,
+    "sig": layout.PROGRESS_SIG,
+    "count": layout.PROGRESS_COUNT,
+    "step": layout.PROGRESS_STEP,
+    "peer": layout.PROGRESS_PEER,
+    "state": layout.PROGRESS_STATE,
+    "p2p_sig": layout.PROGRESS_P2P_SIG,
+    "p2p_count": layout.PROGRESS_P2P_COUNT,
+}
+
+
+class ControlPage:
+    """Control page of a rank at ``address``, which the caller keeps mapped."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def wake(self) -> None:
+        """Wake the rank if it sleeps in the engine; callable from any thread."""
+        atomics.ring_futex(self.address + layout.CTRL_DOORBELL)
+
+    def set_abort(self, code: int) -> None:
+        """End every wait of the rank, now and later, with ``code``; callable from any thread."""
+        atomics.store_release(self.address + layout.CTRL_ABORT, code)
+        self.wake()
+
+    def board(self) -> dict[str, int]:
+        """Return the state of the engine as its progress page shows it to the other ranks."""
+        words = words_at(self.address, layout.PAGE // 8)
+        return {name: int(words[place // 8]) for name, place in _PROGRESS_WORDS.items()}
+
+    def history(self) -> dict[int, tuple[int, int]]:
+        """Return {sequence number, low bits: (signature, count)} of the last operations."""
+        words = words_at(self.address + layout.CTRL_HISTORY, 2 * layout.HISTORY)
+        entries = [(int(words[2 * i]), int(words[2 * i + 1])) for i in range(layout.HISTORY)]
+        return {sig & layout.SEQ_MASK: (sig, count) for sig, count in entries if sig}
+
+
+def wait_policy(ranks_per_core: float, timeout: float, membarrier: bool) -> WaitPolicy:
+    """Return the wait policy of a rank; ``membarrier``: all ranks have registered for it."""
+    policy = SHARED_CORES if ranks_per_core > 1 else DEDICATED_CORES
+    return replace(policy, timeout_s=timeout, membarrier=membarrier and policy.membarrier)
+
+
+def open_context(
+    ranks: RankRecords,
+    pairs: Mapping[int, FifoPair],
+    *,
+    control: int,
+    window: tuple[int, int],
+    readable: Collection[int],
+    policy: WaitPolicy,
+) -> Context:
+    """Return the state of the compiled engine over connections.
+
+    Args:
+        control: Address of this rank's control page.
+        window: (address, bytes) of its window memory.
+        readable: Peers that can read this rank's private memory.
+    """
+    return Context(
+        rank=ranks.rank,
+        nranks=len(ranks.endpoints),
+        ctrl=control,
+        connections={
+            peer: peer_connections(pair, readable=peer in readable) for peer, pair in pairs.items()
+        },
+        policy=policy,
+        window=(window[0], window[0] + window[1]),
+        threaded=ranks.threaded,
+        groups=group.address(),
+        stream_from=ranks.cache_share(),
+    )
+
+
+def peer_connections(pair: FifoPair, *, readable: bool) -> PeerConnections:
+    """Return the engine's view of ``pair``; ``readable``: the peer can read this rank's memory."""
+    return PeerConnections(
+        capabilities=int(pair.capabilities),
+        slot_bytes=pair.send.slot_bytes,
+        send_descs=pair.send.descriptors,
+        send_tail=pair.send.tail,
+        send_slots=pair.send.slots,
+        recv_descs=pair.recv.descriptors,
+        recv_tail=pair.recv.tail,
+        recv_slots=pair.recv.slots,
+        recv_cts=pair.recv.cts,
+        ctrl=pair.control,
+        pid=pair.pid,
+        window=pair.window,
+        readable=readable or Capability.IN_PLACE in pair.capabilities,
+        doorbell=pair.send.doorbell,
+        asleep=pair.send.asleep,
+    )
