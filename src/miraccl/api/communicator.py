@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack, overload
 from miraccl.api.messages import Messages, PersistentOperations
 from miraccl.api.operations import SUM, Collectives
 from miraccl.api.uneven import UnevenCollectives
-from miraccl.bootstrap import Session, UniqueId
+from miraccl.bootstrap.contract import Session
+from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.deadline import Deadline
 from miraccl.diagnosis import blocked_ops
 from miraccl.errors import MiracclError

@@ -7,8 +7,10 @@ from typing import Any, Unpack
 
 from miraccl import trace
 from miraccl.api.communicator import Communicator
-from miraccl.bootstrap import HubServer, UniqueId, connect, create_hub
+from miraccl.bootstrap.hub import HubServer, create_hub
+from miraccl.bootstrap.join import connect
 from miraccl.bootstrap.launch import detect_launch, join_launch
+from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.errors import BootstrapError, InvalidUsage
 from miraccl.runtime.options import CommunicatorOptions, Options
 from miraccl.runtime.rendezvous import start_deadline

@@ -21,7 +21,7 @@ import numpy as np
 
 from miraccl import clock
 from miraccl.api.communicator import Communicator
-from miraccl.bootstrap import UniqueId
+from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.executor.cpu.context import call_kernel, fold_kernel
 from miraccl.executor.cpu.kernels import layout
 from miraccl.planning.cost_model import CpuConstants
@@ -285,7 +285,7 @@ def _swapping_slots_pays(comm: Communicator) -> bool:
 
 def main() -> None:
     """Fork a second rank, measure with it, store and print the constants."""
-    from miraccl.bootstrap import create_hub
+    from miraccl.bootstrap.hub import create_hub
     from miraccl.native import cache
     from miraccl.planning.tuning import CACHE_FILE, MEASURING_VARIABLE
 

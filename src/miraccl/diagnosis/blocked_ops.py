@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
 
 from miraccl import clock
-from miraccl.bootstrap import Session
+from miraccl.bootstrap.contract import Session
 from miraccl.bootstrap.host import process_token
 from miraccl.bootstrap.stacks import (
     SampledFrames,

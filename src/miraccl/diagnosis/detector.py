@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miraccl import clock, trace
-from miraccl.bootstrap import Session
+from miraccl.bootstrap.contract import Session
 from miraccl.bootstrap.host import process_token
 from miraccl.diagnosis import blocked_ops, cycles
 from miraccl.diagnosis.blocked_ops import LocalWait

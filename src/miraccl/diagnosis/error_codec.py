@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from miraccl import errors
-from miraccl.bootstrap import PeerLost
+from miraccl.bootstrap.events import PeerLost
 from miraccl.errors import CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied
 
 

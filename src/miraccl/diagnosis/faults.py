@@ -13,7 +13,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from miraccl.bootstrap import Event, Notice, PeerLeft, PeerLost, Session
+from miraccl.bootstrap.contract import Session
+from miraccl.bootstrap.events import Event, Notice, PeerLeft, PeerLost
 from miraccl.diagnosis import detector
 from miraccl.diagnosis.error_codec import abort_error, death_error, decode_error, encode_error
 from miraccl.diagnosis.fault_machine import (

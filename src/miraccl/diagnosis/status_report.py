@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from miraccl.bootstrap import Session
+from miraccl.bootstrap.contract import Session
 from miraccl.errors import MiracclError
 
 STATUS_TIMEOUT_S = 1.5

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from miraccl.bootstrap import Session
+from miraccl.bootstrap.contract import Session
 from miraccl.diagnosis import blocked_ops
 from miraccl.diagnosis.blocked_ops import LocalWait, WeakRegistry
 from miraccl.diagnosis.waits import BlockedState, Wait, WaitForHost

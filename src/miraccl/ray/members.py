@@ -22,8 +22,11 @@ from ray.experimental import internal_kv
 
 from miraccl import clock, params, trace
 from miraccl.api.communicator import Communicator
-from miraccl.bootstrap import HubServer, Session, UniqueId, connect, create_hub
+from miraccl.bootstrap.contract import Session
 from miraccl.bootstrap.dial import ControlPlaneUnreachable
+from miraccl.bootstrap.hub import HubServer, create_hub
+from miraccl.bootstrap.join import connect
+from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.deadline import Deadline
 from miraccl.errors import AuthenticationError, BootstrapError, InvalidUsage, MiracclError
 from miraccl.runtime.options import Options

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import Any, Protocol
 
 from miraccl import clock
-from miraccl.bootstrap import Session
+from miraccl.bootstrap.contract import Session
 from miraccl.deadline import Deadline
 from miraccl.diagnosis.detector import COUNTED_RANKS, REPORT_US
 from miraccl.errors import MiracclError

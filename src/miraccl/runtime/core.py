@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from miraccl import clock, params, trace
-from miraccl.bootstrap import Session
+from miraccl.bootstrap.contract import Session
 from miraccl.deadline import Deadline
 from miraccl.diagnosis import blocked_ops
 from miraccl.diagnosis.detector import COUNTED_RANKS, deadlock_detector

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from miraccl import params
-from miraccl.bootstrap import Session
+from miraccl.bootstrap.contract import Session
 from miraccl.diagnosis import blocked_ops
 from miraccl.diagnosis.waits import RankProgress, Wait
 from miraccl.errors import MiracclError

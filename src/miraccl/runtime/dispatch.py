@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from miraccl.bootstrap import Session
+from miraccl.bootstrap.contract import Session
 from miraccl.errors import InvalidUsage
 from miraccl.fastpath.fast_calls import FastCalls
 from miraccl.ops.arguments import reject_stream

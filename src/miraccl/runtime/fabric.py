@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from miraccl import params
-from miraccl.bootstrap import Event, PeerLeft, PeerLost
+from miraccl.bootstrap.events import Event, PeerLeft, PeerLost
 from miraccl.errors import BootstrapError, MiracclError, PeerDied, SystemFailure
 from miraccl.native import atomics
 from miraccl.runtime.engine_state import ControlPage, open_context, wait_policy

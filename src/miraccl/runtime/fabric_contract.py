@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from miraccl.bootstrap import Event
+from miraccl.bootstrap.events import Event
 from miraccl.errors import PlanMismatch
 from miraccl.executor.cpu.context import Context
 from miraccl.runtime.setup_phases import SetupPhases

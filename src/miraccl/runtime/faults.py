@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from miraccl import clock
-from miraccl.bootstrap import Event, PeerLost, Session
+from miraccl.bootstrap.contract import Session
+from miraccl.bootstrap.events import Event, PeerLost
 from miraccl.deadline import Deadline
 from miraccl.diagnosis import blocked_ops, detector
 from miraccl.diagnosis.faults import CommunicatorFaults, name_world_ranks

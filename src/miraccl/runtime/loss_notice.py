@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from miraccl import clock
-from miraccl.bootstrap import Session
+from miraccl.bootstrap.contract import Session
 from miraccl.deadline import Deadline
 from miraccl.wire.proxy_records import Loss, LossKind
 

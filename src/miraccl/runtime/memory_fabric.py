@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from miraccl.bootstrap import Event
+from miraccl.bootstrap.events import Event
 from miraccl.runtime.engine_state import SHARED_CORES, ControlPage, open_context
 from miraccl.runtime.fabric_contract import AgreedConfig
 from miraccl.runtime.rank_records import exchange_records

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from miraccl import params
-from miraccl.bootstrap import Session
+from miraccl.bootstrap.contract import Session
 from miraccl.graph.rank_order import RankLocation, order_ranks
 from miraccl.runtime.fabric_contract import AgreedConfig, check_agreement
 from miraccl.runtime.host_facts import allowed_cores, last_level_cache_bytes, numa_domain

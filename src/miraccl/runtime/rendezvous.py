@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 
 from miraccl import params, trace
-from miraccl.bootstrap import Session, UniqueId, connect
+from miraccl.bootstrap.contract import Session
+from miraccl.bootstrap.join import connect
+from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.deadline import Deadline
 from miraccl.errors import InvalidUsage, MiracclError
 from miraccl.planning.tuning import prepare

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from miraccl.bootstrap import Event, PeerLeft, PeerLost, Session
+from miraccl.bootstrap.contract import Session
+from miraccl.bootstrap.events import Event, PeerLeft, PeerLost
 from miraccl.deadline import Deadline
 from miraccl.errors import (
     BootstrapError,

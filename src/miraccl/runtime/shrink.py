@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from miraccl import clock
-from miraccl.bootstrap import Session
+from miraccl.bootstrap.contract import Session
 from miraccl.deadline import Deadline
 from miraccl.diagnosis.detector import PendingCreation
 from miraccl.errors import BootstrapError, CollectiveMismatch, CommunicatorAborted, PeerDied

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from miraccl.bootstrap import Session
+from miraccl.bootstrap.contract import Session
 from miraccl.diagnosis.mismatch import describe_operation
 from miraccl.diagnosis.waits import (
     RankProgress,

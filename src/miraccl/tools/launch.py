@@ -49,7 +49,7 @@ def local_job(
 
 
 def _run_hub(context: RankContext, nranks: int) -> None:
-    from miraccl.bootstrap import create_hub
+    from miraccl.bootstrap.hub import create_hub
 
     unique_id, root = create_hub(nranks=nranks, reusable=True)
     context.emit(str(unique_id))

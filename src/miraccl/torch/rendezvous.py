@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from miraccl import trace
-from miraccl.bootstrap import Launch, detect_launch, join_launch
+from miraccl.bootstrap.launch import Launch, detect_launch, join_launch
 from miraccl.deadline import Deadline
 from miraccl.errors import InvalidUsage
 from miraccl.torch.failures import as_backend_errors

@@ -13,8 +13,12 @@ import torch.distributed as dist
 
 from miraccl import clock, params, trace
 from miraccl.api.communicator import Communicator
-from miraccl.bootstrap import HubServer, Session, UniqueId, connect, create_hub, single_rank_session
+from miraccl.bootstrap.contract import Session
 from miraccl.bootstrap.dial import ControlPlaneUnreachable
+from miraccl.bootstrap.hub import HubServer, create_hub
+from miraccl.bootstrap.join import connect
+from miraccl.bootstrap.session import single_rank_session
+from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.deadline import Deadline
 from miraccl.diagnosis.detector import PendingCreation
 from miraccl.errors import AuthenticationError, BootstrapError, MiracclError, PeerDied

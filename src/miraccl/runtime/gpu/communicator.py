@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from miraccl import trace
-from miraccl.bootstrap import Session
+from miraccl.bootstrap.contract import Session
 from miraccl.diagnosis.detector import deadlock_detector
 from miraccl.diagnosis.error_codec import decode_error, encode_error
 from miraccl.diagnosis.stream_states import stream_states

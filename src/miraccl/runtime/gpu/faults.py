@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from miraccl import clock
-from miraccl.bootstrap import Session
+from miraccl.bootstrap.contract import Session
 from miraccl.diagnosis.error_codec import abort_error, decode_error
 from miraccl.diagnosis.fault_machine import Closed, FaultFound, FaultOrigin, FinalMismatch
 from miraccl.diagnosis.faults import CommunicatorFaults

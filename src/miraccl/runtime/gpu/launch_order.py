@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from miraccl.bootstrap import Session
+from miraccl.bootstrap.contract import Session
 
 if TYPE_CHECKING:
     from miraccl.executor.cuda.gpu import Gpu

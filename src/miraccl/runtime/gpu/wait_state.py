@@ -12,7 +12,7 @@ import abc
 import threading
 from collections.abc import Callable, Mapping
 
-from miraccl.bootstrap import Session
+from miraccl.bootstrap.contract import Session
 from miraccl.diagnosis import blocked_ops
 from miraccl.diagnosis.stream_states import stream_states, wait_for_host
 from miraccl.diagnosis.waits import (

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from miraccl.bootstrap import Session
+from miraccl.bootstrap.contract import Session
 from miraccl.diagnosis.detector import COUNTED_RANKS
 from miraccl.diagnosis.stream_states import stream_states
 from miraccl.errors import (

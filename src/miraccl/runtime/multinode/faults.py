@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from miraccl.bootstrap import Event, Session
+from miraccl.bootstrap.contract import Session
+from miraccl.bootstrap.events import Event
 from miraccl.diagnosis.fault_machine import FaultFound, FaultOrigin, FaultReceived
 from miraccl.diagnosis.faults import CommunicatorFaults
 from miraccl.errors import CommunicatorClosed, MiracclError, SystemFailure

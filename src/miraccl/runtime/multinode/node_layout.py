@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from miraccl import params
-from miraccl.bootstrap import Session
+from miraccl.bootstrap.contract import Session
 
 
 def node_name(session: Session) -> str:

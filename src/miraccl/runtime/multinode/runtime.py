@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from miraccl import params
-from miraccl.bootstrap import Session
+from miraccl.bootstrap.contract import Session
 from miraccl.errors import MiracclError
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.ops.device_arrays import DeviceMemory

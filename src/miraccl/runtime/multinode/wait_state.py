@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from miraccl.bootstrap import Session
+from miraccl.bootstrap.contract import Session
 from miraccl.diagnosis.mismatch import describe_message, describe_operation
 from miraccl.diagnosis.stream_states import wait_for_host
 from miraccl.diagnosis.waits import (

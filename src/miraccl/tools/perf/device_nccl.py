@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from miraccl.bootstrap import Session
+from miraccl.bootstrap.contract import Session
 from miraccl.errors import InvalidUsage, MissingDependency
 from miraccl.tools.perf.device_array import ALIGNMENT, Arena, PerfDeviceArray
 from miraccl.tools.perf.device_miraccl import BoundDeviceOperation, is_repeatable
