@@ -8,22 +8,25 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from miraccl import clock, params
-from miraccl.bootstrap.control_link import Membership
 from miraccl.bootstrap.dial import ControlPlaneUnreachable, Dialer
 from miraccl.bootstrap.failover import Standby
 from miraccl.bootstrap.host import host_fingerprint, network_fingerprint, process_token
-from miraccl.bootstrap.hub import HubServer
 from miraccl.bootstrap.interfaces import choose_addresses, is_loopback, rail_addresses
 from miraccl.bootstrap.link import HubDisconnected, JobAlreadyFormed, RankTaken, SocketLink
 from miraccl.bootstrap.session import LinkSession, single_rank_session
-from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, MiracclError, SystemFailure
 from miraccl.wire.auth import MAX_RANKS, VERSION
-from miraccl.wire.bootstrap_member import MemberMachine
 from miraccl.wire.bootstrap_messages import Join
+
+if TYPE_CHECKING:
+    from miraccl.bootstrap.control_link import Membership
+    from miraccl.bootstrap.hub import HubServer
+    from miraccl.bootstrap.unique_id import UniqueId
+    from miraccl.wire.bootstrap_member import MemberMachine
 
 #: Seconds before the hub of a job that has formed is tried again, when ports are probed.
 FORMED_PAUSE = 0.1

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from miraccl import params
-from miraccl.bootstrap.contract import Session
 from miraccl.diagnosis import blocked_ops
-from miraccl.diagnosis.waits import RankProgress, Wait
-from miraccl.errors import MiracclError
 from miraccl.executor.cpu.kernels import layout
-from miraccl.runtime.wait_state import CoreWaitState
-from miraccl.transport.base import Endpoint
-from miraccl.types import Collective
 
 if TYPE_CHECKING:
+    from miraccl.bootstrap.contract import Session
+    from miraccl.diagnosis.waits import RankProgress, Wait
+    from miraccl.errors import MiracclError
     from miraccl.runtime.core import CommunicatorCore
+    from miraccl.runtime.wait_state import CoreWaitState
+    from miraccl.transport.base import Endpoint
+    from miraccl.types import Collective
 
 
 class HasCore(Protocol):

@@ -8,9 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from miraccl.bootstrap.contract import Session
 from miraccl.errors import InvalidUsage
-from miraccl.fastpath.fast_calls import FastCalls
 from miraccl.ops.arguments import reject_stream
 from miraccl.ops.check import check_transfers
 from miraccl.ops.device_arrays import current_ordinal, device_ordinal, is_gpu_array
@@ -19,19 +17,21 @@ from miraccl.ops.spec import BARRIER, OpSpec
 from miraccl.ops.streams import library_stream_getter
 from miraccl.runtime import group as groups
 from miraccl.runtime.control import GPU_SETUP
-from miraccl.runtime.core import CommunicatorCore
 from miraccl.runtime.gpu.call_context import CallContext
-from miraccl.runtime.gpu.launch_order import LaunchOrders
 from miraccl.runtime.persistent import Persistent
-from miraccl.runtime.setup_phases import SetupPhases
 
 _DEVICE = re.compile(r"cuda(?::([0-9]{1,4}))?")
 
 if TYPE_CHECKING:
+    from miraccl.bootstrap.contract import Session
+    from miraccl.fastpath.fast_calls import FastCalls
+    from miraccl.runtime.core import CommunicatorCore
     from miraccl.runtime.gpu.communicator import DeviceCommunicator
+    from miraccl.runtime.gpu.launch_order import LaunchOrders
     from miraccl.runtime.gpu.persistent import DevicePersistent
     from miraccl.runtime.gpu.work import BackgroundStream
     from miraccl.runtime.multinode.communicator import MultiNodeCommunicator
+    from miraccl.runtime.setup_phases import SetupPhases
 
     GpuSide = DeviceCommunicator | MultiNodeCommunicator
 

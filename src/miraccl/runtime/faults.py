@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miraccl import clock
-from miraccl.bootstrap.contract import Session
 from miraccl.bootstrap.events import Event, PeerLost
-from miraccl.deadline import Deadline
 from miraccl.diagnosis import blocked_ops, detector
 from miraccl.diagnosis.faults import CommunicatorFaults, name_world_ranks
 from miraccl.diagnosis.mismatch import describe_differences, describe_diverged
@@ -28,15 +26,19 @@ from miraccl.executor.cpu.kernels import layout
 from miraccl.runtime import control
 from miraccl.runtime.control import ControlOps
 from miraccl.runtime.engine_errors import HINT, SEND_RECV, EngineErrors
-from miraccl.runtime.fabric_contract import Fabric
 from miraccl.runtime.loss_notice import (
     CATCH_UP_S,
     DEATH_NOTICE_S,
     NOTICE_FIRST_S,
     run_after_notice,
 )
-from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.wire.proxy_records import Loss, LossKind
+
+if TYPE_CHECKING:
+    from miraccl.bootstrap.contract import Session
+    from miraccl.deadline import Deadline
+    from miraccl.runtime.fabric_contract import Fabric
+    from miraccl.runtime.setup_phases import SetupPhases
 
 __all__ = ["HINT", "SEND_RECV", "CpuFaults"]
 

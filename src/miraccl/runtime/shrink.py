@@ -8,16 +8,18 @@ one deadline.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from miraccl import clock
-from miraccl.bootstrap.contract import Session
 from miraccl.deadline import Deadline
 from miraccl.diagnosis.detector import PendingCreation
 from miraccl.errors import BootstrapError, CollectiveMismatch, CommunicatorAborted, PeerDied
-from miraccl.runtime.core import CommunicatorCore
 from miraccl.runtime.loss_notice import NOTICE_FIRST_S
 from miraccl.runtime.setup_phases import SetupPhases
+
+if TYPE_CHECKING:
+    from miraccl.bootstrap.contract import Session
+    from miraccl.runtime.core import CommunicatorCore
 
 POLL_S = 0.005
 T = TypeVar("T")

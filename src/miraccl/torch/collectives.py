@@ -8,11 +8,10 @@ communicator accepts both.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch._C import _distributed_c10d as c10d
 
-from miraccl.api.communicator import Communicator
 from miraccl.errors import InvalidUsage
 from miraccl.ops.arguments import counts_of, peer_rank
 from miraccl.torch import operators, sparse
@@ -21,7 +20,10 @@ from miraccl.torch.forms import short_form
 from miraccl.torch.operators import reduction_plan
 from miraccl.torch.routing import by_device
 from miraccl.torch.tensors import Staged, stage, stage_list
-from miraccl.torch.work import Work
+
+if TYPE_CHECKING:
+    from miraccl.api.communicator import Communicator
+    from miraccl.torch.work import Work
 
 _ALL_REDUCE = c10d.AllreduceOptions()
 _ALL_REDUCE_COALESCED = c10d.AllreduceCoalescedOptions()

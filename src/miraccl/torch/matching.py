@@ -18,12 +18,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from miraccl import clock
-from miraccl.api.communicator import Communicator
 from miraccl.diagnosis.blocked_ops import BlockedScope
 from miraccl.diagnosis.detector import deadlock_detector
 from miraccl.diagnosis.waits import ANY_RANK, Wait
@@ -36,10 +35,13 @@ from miraccl.errors import (
 )
 from miraccl.executor.cpu.kernels import layout
 from miraccl.runtime.core_access import core_access
-from miraccl.runtime.exchange import TransferEntry
 from miraccl.runtime.progress import progress
 from miraccl.runtime.tagged_exchange import TaggedExchange
 from miraccl.torch.message import SENT, TaggedMessage, UnexpectedMessage, read_header, write_header
+
+if TYPE_CHECKING:
+    from miraccl.api.communicator import Communicator
+    from miraccl.runtime.exchange import TransferEntry
 
 SLICE_S = 0.005
 #: Time slice of a direct receive while other receives are posted.  Their messages may have to

@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from miraccl.api.communicator import Communicator
 from miraccl.errors import InvalidUsage
 from miraccl.torch.tensors import NATIVE, SMALL_FLOATS, WIDENED, ElementEncoding
 from miraccl.types import PreMulSum, RedOp
+
+if TYPE_CHECKING:
+    from miraccl.api.communicator import Communicator
 
 _Kind = dist.ReduceOp.RedOpType
 _VALUES = {

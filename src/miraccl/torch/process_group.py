@@ -16,14 +16,13 @@ import datetime
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from miraccl import clock
-from miraccl.api.communicator import Communicator
 from miraccl.errors import CollectiveTimeout, InvalidUsage
 from miraccl.runtime.core_access import core_access
 from miraccl.torch import monitored
@@ -32,13 +31,16 @@ from miraccl.torch.fast_path import FastPathCollectives
 from miraccl.torch.forms import short_form
 from miraccl.torch.matching import TagMatcher
 from miraccl.torch.message_work import FutureCompletion
-from miraccl.torch.mixed_backends import OtherBackends
 from miraccl.torch.profiled import profiled, profiling, shown_as
 from miraccl.torch.routing import first_tensor
 from miraccl.torch.streams import GroupStreams
 from miraccl.torch.tensors import DEVICES, NAME, Staged, check_result, with_loads
 from miraccl.torch.transfers import Transfers
 from miraccl.torch.work import FinishedWork, Work, WorkQueue, no_action, seconds
+
+if TYPE_CHECKING:
+    from miraccl.api.communicator import Communicator
+    from miraccl.torch.mixed_backends import OtherBackends
 
 CLOSE_WAIT_S = 10.0
 _BARRIER = c10d.BarrierOptions()

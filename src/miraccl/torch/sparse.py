@@ -5,15 +5,17 @@ Ranks exchange indices and values, and each rank adds all of them, as Gloo does.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from miraccl.api.communicator import Communicator
 from miraccl.errors import InvalidUsage
 from miraccl.torch.tensors import stage
+
+if TYPE_CHECKING:
+    from miraccl.api.communicator import Communicator
 
 
 def is_sparse(tensor: Any) -> bool:

@@ -19,18 +19,20 @@ import datetime
 import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from miraccl import clock
-from miraccl.api.communicator import Communicator
 from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
 from miraccl.runtime.core_access import check_gpu, refresh_gpu_faults
 from miraccl.runtime.group import group
 from miraccl.torch.failures import BackendError
 from miraccl.torch.work import Action, Work, no_action, seconds
+
+if TYPE_CHECKING:
+    from miraccl.api.communicator import Communicator
 
 POLL_S = 0.0002
 CACHED_STREAMS = 64

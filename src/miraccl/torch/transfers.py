@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from miraccl.api.communicator import Communicator
 from miraccl.errors import InvalidUsage, MiracclError
 from miraccl.torch.collectives import single_item
 from miraccl.torch.failures import BackendError, as_backend_errors
-from miraccl.torch.matching import TagMatcher
 from miraccl.torch.message import SENT
 from miraccl.torch.message_work import FutureCompletion, TransferWork
-from miraccl.torch.mixed_backends import OtherBackends
 from miraccl.torch.profiled import profiling, shown_as
 from miraccl.torch.routing import by_device
-from miraccl.torch.streams import GroupStreams
 from miraccl.torch.tensors import NAME, check_result, is_plain_cpu_tensor, stage, with_loads
 from miraccl.torch.work import FinishedWork, Work, no_action
+
+if TYPE_CHECKING:
+    from miraccl.api.communicator import Communicator
+    from miraccl.torch.matching import TagMatcher
+    from miraccl.torch.mixed_backends import OtherBackends
+    from miraccl.torch.streams import GroupStreams
 
 
 class Transfers:

@@ -12,24 +12,26 @@ from typing import TYPE_CHECKING, Any
 
 from miraccl.executor.cuda.copies import CopyLaunch, WindowPosition
 from miraccl.executor.cuda.launch import KernelLaunch, Kernels
-from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.one_sided import OneSidedLaunch, make_launch
-from miraccl.executor.cuda.plan import DevicePlan, Request
 from miraccl.executor.cuda.staged_copies import StagedLaunch
-from miraccl.fastpath.cuda.table import CudaFastPath
 from miraccl.ops.arguments import resolve_operator
 from miraccl.ops.device_arrays import DeviceMemory
 from miraccl.ops.spec import FastForm
-from miraccl.planning.cta_limits import CtaLimits
 from miraccl.planning.device_candidates import DeviceCandidate, candidates
-from miraccl.planning.device_planner import DevicePlanner
-from miraccl.planning.ring_order import RingOrder
 from miraccl.runtime.gpu.engines import MAX_LAUNCHES, CopyEngines
 from miraccl.runtime.gpu.launch_order import SMALL_THREADS
 from miraccl.runtime.gpu.operations import SUM, CheckedDeviceCall, DeviceOperations
-from miraccl.runtime.gpu.windows import DeviceWindows
-from miraccl.transport.cuda_p2p import Explanation, SymmetricMemory
 from miraccl.types import Collective, DType, Operator, RedOp
+
+if TYPE_CHECKING:
+    from miraccl.executor.cuda.lower import CommArgs
+    from miraccl.executor.cuda.plan import DevicePlan, Request
+    from miraccl.fastpath.cuda.table import CudaFastPath
+    from miraccl.planning.cta_limits import CtaLimits
+    from miraccl.planning.device_planner import DevicePlanner
+    from miraccl.planning.ring_order import RingOrder
+    from miraccl.runtime.gpu.windows import DeviceWindows
+    from miraccl.transport.cuda_p2p import Explanation, SymmetricMemory
 
 AnyLaunch = KernelLaunch | OneSidedLaunch | CopyLaunch | StagedLaunch
 

@@ -8,13 +8,15 @@ nodes.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from miraccl.ops.device_arrays import DeviceMemory
-from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.multinode.runtime import GPU_REDUCIBLE, MultiNodeRuntime
 from miraccl.runtime.multinode.segments import StagedShape, elements_per_segment
 from miraccl.types import Collective, DType, RedOp
+
+if TYPE_CHECKING:
+    from miraccl.ops.device_arrays import DeviceMemory
+    from miraccl.runtime.gpu.communicator import DeviceCommunicator
 
 SUM = RedOp.SUM
 HIERARCHICAL = (

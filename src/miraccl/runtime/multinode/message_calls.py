@@ -7,16 +7,18 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from miraccl.executor.cuda.message_collectives import op_signature
-from miraccl.ops.device_arrays import DeviceMemory
-from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.gpu.operations import (
     CheckedDeviceCall,
     DeviceOperations,
     DeviceTransfer,
 )
-from miraccl.runtime.multinode.graph_cache import GraphCache
-from miraccl.runtime.multinode.node_layout import NodeLayout
-from miraccl.runtime.multinode.runtime import MultiNodeRuntime
+
+if TYPE_CHECKING:
+    from miraccl.ops.device_arrays import DeviceMemory
+    from miraccl.runtime.gpu.communicator import DeviceCommunicator
+    from miraccl.runtime.multinode.graph_cache import GraphCache
+    from miraccl.runtime.multinode.node_layout import NodeLayout
+    from miraccl.runtime.multinode.runtime import MultiNodeRuntime
 
 
 class MultiNodeMessageCalls(DeviceOperations):

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from miraccl import params
 from miraccl.bootstrap.contract import Session
-from miraccl.errors import MiracclError
-from miraccl.executor.cuda.gpu import Gpu
 from miraccl.ops.device_arrays import DeviceMemory
 from miraccl.runtime.control import GPU_SETUP
 from miraccl.runtime.core_access import core_access
-from miraccl.runtime.gpu.operations import DeviceTransfer
 from miraccl.runtime.multinode.direct import DirectStreams
 from miraccl.runtime.multinode.messages import CollectiveKind, MessageNetwork, MessageStreams
 from miraccl.runtime.multinode.network import (
@@ -26,13 +23,18 @@ from miraccl.runtime.multinode.network import (
     StagedCollective,
     with_agreed_count,
 )
-from miraccl.runtime.multinode.node_layout import NodeLayout
 from miraccl.runtime.multinode.segments import StagedSegment, StagedShape, split_segments
 from miraccl.runtime.multinode.staging import STAGING_THREADS, SegmentNetwork, StagedJob, Staging
 from miraccl.runtime.multinode.stream_monitor import StreamMonitor
 from miraccl.runtime.multinode.transfers import EMPTY_ROUND, run_on_communicator, split_transfers
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.types import Collective, DType, RedOp
+
+if TYPE_CHECKING:
+    from miraccl.errors import MiracclError
+    from miraccl.executor.cuda.gpu import Gpu
+    from miraccl.runtime.gpu.operations import DeviceTransfer
+    from miraccl.runtime.multinode.node_layout import NodeLayout
 
 MIN_SLOT_BYTES = 64 << 10
 MAX_JOBS = 1024

@@ -16,9 +16,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from miraccl.bootstrap.contract import Session
 from miraccl.diagnosis.mismatch import describe_message, describe_operation
 from miraccl.diagnosis.stream_states import wait_for_host
 from miraccl.diagnosis.waits import (
@@ -36,15 +35,18 @@ from miraccl.executor.cpu.lower import describe_signature
 from miraccl.runtime.core_access import CoreAccess, core_access
 from miraccl.runtime.engine_errors import SEND_RECV
 from miraccl.runtime.gpu.kernel_waits import FailFn, KernelWaits
-from miraccl.runtime.gpu.probe import DeviceProbe
 from miraccl.runtime.gpu.wait_state import DeviceWaitState
 from miraccl.runtime.multinode.direct import DirectOperation
 from miraccl.runtime.multinode.messages import MessageOperation
-from miraccl.runtime.multinode.node_layout import NodeLayout
-from miraccl.runtime.multinode.runtime import MultiNodeRuntime
-from miraccl.runtime.multinode.staging import StagedJob
 from miraccl.runtime.multinode.streams import remaining_bytes
 from miraccl.types import Collective
+
+if TYPE_CHECKING:
+    from miraccl.bootstrap.contract import Session
+    from miraccl.runtime.gpu.probe import DeviceProbe
+    from miraccl.runtime.multinode.node_layout import NodeLayout
+    from miraccl.runtime.multinode.runtime import MultiNodeRuntime
+    from miraccl.runtime.multinode.staging import StagedJob
 
 #: suffixes of the stream names of the two halves of a rank
 STAGING, KERNELS = " staging", " kernels"
