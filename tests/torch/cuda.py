@@ -279,7 +279,7 @@ def shapes(path: str) -> None:
         dist.barrier()
         assert before.query()  # a barrier waits for the current stream, as NCCL's
         dist.barrier(device_ids=[torch.cuda.current_device()], async_op=True).wait()
-        with refused("names the rank"):
+        with refused("name the source rank"):
             dist.recv(filled(1, 0))
 
 
