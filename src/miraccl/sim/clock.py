@@ -26,7 +26,7 @@ from miraccl.schedule.ir import Schedule
 from miraccl.schedule.text import format_location
 from miraccl.schedule.verify import FIFO_DEPTH
 from miraccl.sim.execution import ScheduleExecution, StepTime, Worker
-from miraccl.sim.fabric import VirtualFabric
+from miraccl.sim.fair_share import FairShareNetwork
 from miraccl.sim.links import Links
 
 BYTES_PER_US = 1e3  # at 1 GB/s
@@ -100,7 +100,7 @@ def simulate(
     ]
     has_memory, nlinks = math.isfinite(memory_bandwidth), len(links.names)
     memories = [memory_bandwidth] * schedule.nranks if has_memory else []
-    fabric = VirtualFabric([gbs * BYTES_PER_US for gbs in (*links.bandwidths, *memories)])
+    fabric = FairShareNetwork([gbs * BYTES_PER_US for gbs in (*links.bandwidths, *memories)])
     done: list[StepTime] = []
 
     def record(worker: Worker) -> None:

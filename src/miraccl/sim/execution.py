@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from miraccl.schedule.ir import Op, Step
-from miraccl.sim.fabric import Flow, VirtualFabric
+from miraccl.sim.fair_share import FairShareNetwork, Flow
 from miraccl.sim.links import Route
 
 #: steps of a rank by channel
@@ -80,7 +80,7 @@ class ScheduleExecution:
         latency: Returns the latency of one message from the latency of its route, in us.
     """
 
-    fabric: VirtualFabric
+    fabric: FairShareNetwork
     nranks: int
     routes: RankRoutes
     rounds: int

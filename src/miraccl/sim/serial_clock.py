@@ -20,7 +20,7 @@ from typing import NoReturn, TypeVar
 
 from miraccl.clock import Thread, VirtualClock
 from miraccl.errors import InvalidUsage, MiracclError
-from miraccl.sim.fabric import VirtualFabric
+from miraccl.sim.fair_share import FairShareNetwork
 
 T = TypeVar("T")
 #: Interval in s of virtual time at which ``wait_io`` polls.
@@ -52,7 +52,7 @@ class SerialClock(VirtualClock):
 
     _timers_are_daemons = True  # an unfinished run must not keep the process
 
-    def __init__(self, fabric: VirtualFabric, *, seed: int = 0, start: float = 1000.0) -> None:
+    def __init__(self, fabric: FairShareNetwork, *, seed: int = 0, start: float = 1000.0) -> None:
         super().__init__(seed=seed, start=start, autojump_s=None)
         self._fabric, self._start = fabric, start
         self._order = random.Random(f"order of threads {seed}")

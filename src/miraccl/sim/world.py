@@ -21,7 +21,7 @@ from miraccl.planning.cost_model import CpuConstants
 from miraccl.runtime.options import Options
 from miraccl.sim.clock import BYTES_PER_US
 from miraccl.sim.communicator import VirtualCommunicator
-from miraccl.sim.fabric import VirtualFabric
+from miraccl.sim.fair_share import FairShareNetwork
 from miraccl.sim.group import VirtualGroup
 from miraccl.sim.links import Links, cluster
 from miraccl.sim.serial_clock import SerialClock
@@ -113,7 +113,7 @@ class World:
         self.constants = constants or CpuConstants()
         self.options = Options.create(**options)
         self._random = random.Random(f"events {seed}")
-        self.fabric = VirtualFabric(
+        self.fabric = FairShareNetwork(
             [gbs * BYTES_PER_US for gbs in self.links.bandwidths], self._random.shuffle
         )
         self.clock = SerialClock(self.fabric, seed=seed)

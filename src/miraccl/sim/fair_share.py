@@ -1,4 +1,6 @@
-"""Virtual fabric: time, the actions due at it, and transfers that share the bandwidth of links.
+"""Fair-share network: virtual time, its actions, and transfers that share the bandwidth of links.
+
+Transfers are fluid, without packets or queues; ``sim.fabric`` has both.
 
 Rates are max-min fair (Bertsekas and Gallager, "Data Networks", 6.5.2): the most contended link is
 divided equally among its transfers, then the next one with what is left.
@@ -28,7 +30,7 @@ class Flow:
     rate: float = 0.0
 
 
-class VirtualFabric:
+class FairShareNetwork:
     """Virtual time and the transfers in progress.
 
     Args:
