@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from miraccl.address_space import require_address_space
 from miraccl.errors import (
     AgentLost,
     AuthenticationError,
@@ -96,6 +97,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LATE:
         raise AttributeError(f"module 'miraccl' has no attribute {name!r}")
+    require_address_space("numpy", "llvmlite", do=f"load miraccl.{name}")
     # Cached: ``miraccl.group`` stays the function even if a module of that name is loaded.
     value = getattr(importlib.import_module(_LATE[name]), name)
     globals()[name] = value

@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 import miraccl
+from miraccl.address_space import require_address_space
 from miraccl.errors import MiracclError
 from miraccl.tools.options import SuggestingGroup
 
@@ -37,6 +38,19 @@ COMMANDS = {
         "miraccl.tools.doctor:doctor",
         "Check what this machine offers and what is missing.",
     ),
+    "completion": (
+        "miraccl.tools.completion:completion",
+        "Print the completion script of bash, zsh or fish.",
+    ),
+}
+
+
+#: command -> libraries that it loads
+_LIBRARIES = {
+    "perf": ("numpy", "llvmlite"),
+    "topo": ("numpy",),
+    "plan": ("numpy", "llvmlite"),
+    "schedule": ("numpy",),
 }
 
 
@@ -52,6 +66,8 @@ class LazyGroup(SuggestingGroup):
         if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
         module, attribute = COMMANDS[cmd_name][0].split(":")
+        if cmd_name in _LIBRARIES:
+            require_address_space(*_LIBRARIES[cmd_name], do=f"run miraccl {cmd_name}")
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
@@ -97,6 +113,10 @@ def report(error: MiracclError) -> int:
 def main(args: list[str] | None = None) -> Any:
     """Run the command line; never returns."""
     _open_standard_streams()
+    if "_MIRACCL_COMPLETE" in os.environ:  # a shell completes a command line
+        from miraccl.tools.completion import install
+
+        install()
     try:
         try:
             sys.exit(cli.main(args, prog_name="miraccl", standalone_mode=True))
@@ -104,6 +124,9 @@ def main(args: list[str] | None = None) -> Any:
             sys.stdout.flush()  # report write errors here, not at interpreter shutdown
     except MiracclError as error:
         sys.exit(report(error))
+    except MemoryError:
+        print("miraccl: out of memory: see the limits of this process (ulimit -a)", file=sys.stderr)
+        sys.exit(1)
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise

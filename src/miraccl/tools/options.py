@@ -8,9 +8,11 @@ import os
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from miraccl.errors import InvalidUsage
 from miraccl.params import parse_size
+from miraccl.tools.completion import complete_files
 
 MAX_INPUT_BYTES = 256 << 20  # a ring of 1024 ranks takes 102 MB as text
 MAX_NODES = 16_384  # planning 131,072 GPUs takes 9 s and 430 MB
@@ -47,7 +49,19 @@ class Sizes(click.ParamType[tuple[int, ...]]):
 
 
 class File(click.Path):
-    """File name. Rejects the empty name, which an unset shell variable gives."""
+    """File name. Rejects the empty name, which an unset shell variable gives.
+
+    Shells offer files with one of ``suffixes`` for it, or all files if there are none.
+    """
+
+    def __init__(self, *suffixes: str) -> None:
+        super().__init__()
+        self.suffixes = suffixes
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem[str]]:
+        return complete_files(*self.suffixes)(ctx, param, incomplete)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not value:
@@ -89,6 +103,11 @@ class OutputFile(click.ParamType[str]):
     """Writable file, or - for standard output; checked before the command does any work."""
 
     name = "file"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem[str]]:
+        return complete_files()(ctx, param, incomplete)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         path = str(value)
@@ -159,5 +178,6 @@ accelerators_option = click.option(
     "--accelerators",
     multiple=True,
     metavar="TOML",
+    shell_complete=complete_files(".toml"),
     help="Description of accelerators NCCL does not know; repeatable.",
 )

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 @click.option(
     "--topo",
     "topo_file",
-    type=File(),
+    type=File(".xml"),
     help="Topology file.  [default: NCCL_TOPO_FILE, or this machine]",
 )
 @click.option(

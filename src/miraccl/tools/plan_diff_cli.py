@@ -63,8 +63,8 @@ class Scale(click.ParamType[tuple[str, float]]):
 
 
 @click.command(short_help="Compare two plans: channels, rings, choices and times, with reasons.")
-@click.argument("left", type=File())
-@click.argument("right", type=File(), required=False)
+@click.argument("left", type=File(".xml", ".json"))
+@click.argument("right", type=File(".xml", ".json"), required=False)
 @click.option(
     "--nodes",
     type=Numbers(),

@@ -29,8 +29,10 @@ from typing import IO, Any
 import click
 
 from miraccl import clock
+from miraccl.address_space import require_address_space
 from miraccl.errors import InvalidUsage, SystemFailure, as_system_failure
 from miraccl.tools import launch
+from miraccl.tools.completion import complete_files
 from miraccl.tools.options import Finite
 from miraccl.tools.processes import MAX_WAIT_SECONDS, die_with_parent, restore_sigchld, signal_name
 from miraccl.tools.rank_output import RankOutput
@@ -90,8 +92,8 @@ _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
     show_default=True,
     help="Seconds between the stages of stopping ranks.",
 )
-@click.argument("program")
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.argument("program", shell_complete=complete_files())
+@click.argument("args", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files())
 def run(program: str, args: tuple[str, ...], **options: Any) -> None:
     """Start PROGRAM as several ranks, in which miraccl.init() makes a communicator of all of them.
 
@@ -115,6 +117,8 @@ def run(program: str, args: tuple[str, ...], **options: Any) -> None:
       MIRACCL_SECRET=... miraccl run -n 8 --nnodes 2 --node-rank 0 --master 10.0.0.1:29500 train.py
     """
     command = build_command(program, args, as_module=options["as_module"])
+    if command[0] == sys.executable:
+        require_address_space("numpy", "llvmlite", do=f"run {program} as a rank")
     nproc = options["nproc"]
     if options["raw"] and options["tag"]:
         raise InvalidUsage("cannot combine --raw with --tag: it leaves the output to the ranks")

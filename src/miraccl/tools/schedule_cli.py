@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from miraccl.errors import InvalidUsage, MiracclError, ScheduleError
+from miraccl.tools.completion import complete_algorithms, complete_files
 from miraccl.tools.options import (
     File,
     Finite,
@@ -69,9 +70,10 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
             "--load",
             "plugin",
             metavar="FILE",
+            shell_complete=complete_files(".py"),
             help="Python file to run first, which registers algorithms.",
         ),
-        click.argument("algo"),
+        click.argument("algo", shell_complete=complete_algorithms),
     ):
         function = decorate(function)
     return function
@@ -328,7 +330,7 @@ def draw(
 @click.option(
     "--topo",
     "topo_file",
-    type=File(),
+    type=File(".xml"),
     help="Topology file: simulate on the links of this machine, with its GPUs as ranks.",
 )
 @click.option(

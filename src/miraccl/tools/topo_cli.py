@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from miraccl.errors import InvalidUsage
+from miraccl.tools.completion import complete_files
 from miraccl.tools.options import (
     MAX_NODES,
     File,
@@ -90,9 +91,13 @@ _json_option = click.option(
     help="Write JSON; - is standard output.",
 )
 _accelerators_option = click.option(
-    "--accelerators", multiple=True, metavar="TOML", help="Description of accelerators; repeatable."
+    "--accelerators",
+    multiple=True,
+    metavar="TOML",
+    shell_complete=complete_files(".toml"),
+    help="Description of accelerators; repeatable.",
 )
-_file_argument = click.argument("file", required=False, type=File())
+_file_argument = click.argument("file", required=False, type=File(".xml"))
 
 
 def _load(file: str | None, accelerators: Sequence[str]) -> XmlFile:
@@ -134,7 +139,7 @@ def _options(nodes: int, gpus: tuple[int, ...] | None, fuse: bool, collnet: bool
 )
 @click.option(
     "--base",
-    type=File(),
+    type=File(".xml"),
     help="Topology file to complete, such as the PCI tree of a provider's virtual machine.",
 )
 @_json_option
@@ -458,8 +463,8 @@ def check(file: str | None, accelerators: tuple[str, ...], json_target: str | No
 
 
 @topo.command(short_help="Compare two machines: counts, attributes, links and paths.")
-@click.argument("left", type=File())
-@click.argument("right", type=File())
+@click.argument("left", type=File(".xml"))
+@click.argument("right", type=File(".xml"))
 @_accelerators_option
 @click.option("--names", is_flag=True, help="Compare bus ids and NUMA numbers as well.")
 @_json_option

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from miraccl.tools import launch
+from miraccl.tools.completion import complete_algorithms, complete_files, complete_words
 from miraccl.tools.options import File, Finite, OutputFile, Size, Sizes
 from miraccl.tools.perf import devices
 from miraccl.tools.perf.report import display, finish
@@ -84,10 +85,16 @@ from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
 )
 @click.option("--no-check", is_flag=True, help="Do not check results.")
 @click.option(
-    "--algo", metavar="NAME", help="Algorithm for all sizes, one of `miraccl schedule list`."
+    "--algo",
+    metavar="NAME",
+    shell_complete=complete_algorithms,
+    help="Algorithm for all sizes, one of `miraccl schedule list`.",
 )
 @click.option(
-    "--proto", metavar="NAME", help="Protocol for all sizes: simple, ll or, on GPUs, ll128."
+    "--proto",
+    metavar="NAME",
+    shell_complete=complete_words(("simple", "ll", "ll128")),
+    help="Protocol for all sizes: simple, ll or, on GPUs, ll128.",
 )
 @click.option(
     "--deterministic", is_flag=True, help="Results independent of size, algorithm and layout."
@@ -115,6 +122,7 @@ from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
     default="cpu",
     show_default=True,
     metavar="WHERE",
+    shell_complete=complete_words(("cpu", "cuda")),
     help=(
         "Devices of the data: cpu, cuda for all GPUs, cuda:0,1 for some; one rank per GPU, or"
         " --ranks in turn."
@@ -153,6 +161,7 @@ from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
 @click.option(
     "--peer-python",
     metavar="PATH",
+    shell_complete=complete_files(),
     help="Python that has the library of --compare.  [default: this one]",
 )
 @click.option(
@@ -171,7 +180,7 @@ from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
 )
 @click.option(
     "--against",
-    type=File(),
+    type=File(".json"),
     multiple=True,
     metavar="FILE",
     help="Draw the rows of an earlier --json as well; may be repeated.",
@@ -179,6 +188,7 @@ from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
 @click.option(
     "--bound",
     metavar="GB/S|FILE",
+    shell_complete=complete_files(".xml"),
     help=(
         "Draw this bound on busbw, or that of a topology file.  [default: with --devices that of"
         " the links of the GPUs]"
