@@ -6,8 +6,8 @@ No other module reads a clock, sleeps, starts a thread or a timer, or draws rand
 clock are blocked, so a timeout of five minutes passes in a millisecond and a run with the same
 seed draws the same numbers.
 
-Compiled code does not go through this module: waits of CPU kernels, and the GPU, read the system's
-CLOCK_MONOTONIC.
+Compiled code does not go through this module: proxies, the GPU, and CPU kernels without a
+``VirtualSleeper`` (``executor.cpu.context``) read the system's CLOCK_MONOTONIC.
 
 The rules of the virtual clock are those of trio's ``MockClock`` (``trio/_core/_mock_clock.py``),
 applied to threads.

@@ -33,6 +33,7 @@ from miraccl.types import Collective, DType, Operator
 
 if TYPE_CHECKING:
     from miraccl.executor.cuda.plan import DevicePlan
+    from miraccl.planning.cost_model import CpuConstants
     from miraccl.planning.device_candidates import DeviceCandidate
     from miraccl.runtime.fabric_contract import FabricFactory
     from miraccl.runtime.gpu.communicator import DeviceCommunicator
@@ -104,6 +105,7 @@ class Communicator(Collectives, UnevenCollectives, Messages, PersistentOperation
         setup: SetupPhases | None = None,
         launch_orders: Callable[[], LaunchOrders] = thread_launch_orders,
         open_fabric: FabricFactory | None = None,
+        constants: CpuConstants | None = None,
     ) -> Communicator:
         """Create a communicator over an established session.
 
@@ -117,12 +119,13 @@ class Communicator(Collectives, UnevenCollectives, Messages, PersistentOperation
                 join, called on first GPU use.
             open_fabric: Makes the connections between the ranks; default: the parent's, or those
                 of processes.
+            constants: Cost model; default: the parent's, or that measured on this machine.
 
         Raises:
             BootstrapError, PlanMismatch, PeerDied, SystemFailure: The ranks could not connect.
         """
         self = cls.__new__(cls)
-        self._start(session, options, setup, parent, launch_orders, open_fabric)
+        self._start(session, options, setup, parent, launch_orders, open_fabric, constants)
         return self
 
     def _start(
@@ -133,11 +136,12 @@ class Communicator(Collectives, UnevenCollectives, Messages, PersistentOperation
         parent: Communicator | None = None,
         launch_orders: Callable[[], LaunchOrders] = thread_launch_orders,
         open_fabric: FabricFactory | None = None,
+        constants: CpuConstants | None = None,
     ) -> None:
         self.rank, self.nranks = session.rank, session.nranks
-        constants = parent._core.constants if parent else None
-        if open_fabric is None and parent is not None:
-            open_fabric = parent._core.open_fabric
+        if parent is not None:
+            open_fabric = open_fabric or parent._core.open_fabric
+            constants = constants or parent._core.constants
         core = self._core = CommunicatorCore(
             session, options, constants=constants, setup=setup, open_fabric=open_fabric
         )

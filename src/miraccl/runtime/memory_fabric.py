@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from miraccl.bootstrap.events import Event
+from miraccl.executor.cpu.context import VirtualSleeper, WaitPolicy
 from miraccl.runtime.engine_state import SHARED_CORES, ControlPage, open_context
 from miraccl.runtime.fabric_contract import AgreedConfig
 from miraccl.runtime.rank_records import exchange_records
@@ -24,10 +25,20 @@ from miraccl.transport.mapped_file import AnonymousMemory
 WINDOW_BYTES = 1 << 30
 
 
+def _policy(timeout: float, sleeper: VirtualSleeper | None) -> WaitPolicy:
+    policy = replace(SHARED_CORES, timeout_s=timeout, migrate=False, sleeper=sleeper)
+    # Nothing changes while a virtual rank spins: the others run when it sleeps.
+    return replace(policy, spin=0, yields=0) if sleeper else policy
+
+
 class MemoryFabric:
     """Connections of a rank that is a thread (``fabric_contract.Fabric``).
 
-    The arguments are those of ``FabricFactory``; ``window_bytes``: size of this rank's window.
+    The arguments are those of ``FabricFactory``, and:
+
+    Args:
+        window_bytes: Size of this rank's window.
+        sleeper: Clock of the engine's waits; default: that of the system.
     """
 
     def __init__(
@@ -38,6 +49,7 @@ class MemoryFabric:
         timeout: float,
         on_lost: OnLost,
         window_bytes: int = WINDOW_BYTES,
+        sleeper: VirtualSleeper | None = None,
     ) -> None:
         session = self.session = setup.session
         self.rank, self.nranks, self.timeout = session.rank, session.nranks, timeout
@@ -79,7 +91,7 @@ class MemoryFabric:
             control=self._page.address,
             window=(region.address, region.nbytes),
             readable=self.pairs,
-            policy=replace(SHARED_CORES, timeout_s=timeout, migrate=False),
+            policy=_policy(timeout, sleeper),
         )
         slots = [pair.send.slot_bytes for pair in self.pairs.values()]
         mine = min(slots, default=PAGE_BYTES)

@@ -50,7 +50,12 @@ class ProgressThread:
         self._thread: clock.Thread | None = None
 
     def watch(self, watched: Progressable) -> None:
-        """Poll ``watched`` until nothing has been open for ``IDLE_S``."""
+        """Poll ``watched`` until nothing has been open for ``IDLE_S``.
+
+        Virtual ranks are not polled: the thread belongs to the process, not to their clock.
+        """
+        if clock.current() is not clock.SYSTEM:
+            return
         with self._lock:
             self._watched.add(watched)
             watched.watched = True

@@ -11,6 +11,7 @@ The idea is that of FoundationDB's simulator (Zhou et al., SIGMOD 2021, section 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import random  # noqa: TID251 - seeded: it draws the order of threads
 import threading
@@ -58,11 +59,17 @@ class SerialClock(VirtualClock):
         self._order = random.Random(f"order of threads {seed}")
         self._batons: dict[Thread, _Baton] = {}
         self._woken = True  # a condition may have changed since the last evaluation
+        self._word = (ctypes.c_int64 * 1)(int(start * 1e9))
 
     def monotonic(self) -> float:
         return self._start + self._fabric.now * 1e-6
 
     perf_counter = monotonic
+
+    @property
+    def now_address(self) -> int:
+        """Address of a word with the time in nanoseconds, for compiled code."""
+        return ctypes.addressof(self._word)
 
     def advance(self, seconds: float, *, settle_s: float = 1.0) -> NoReturn:
         """Raise: time of this clock moves by itself."""
@@ -121,6 +128,7 @@ class SerialClock(VirtualClock):
                 )
                 return first
             fabric.advance(then)
+            self._word[0] = round(self.monotonic() * 1e9)
 
     def wait_io(self, select: Callable[[float | None], T], timeout: float | None) -> T:
         """Poll ``select`` every ``POLL_S`` of virtual time; real descriptors are not repeatable."""

@@ -8,24 +8,29 @@ of the order of simultaneous events, and of latencies, comes from the seed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random  # noqa: TID251 - seeded
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from miraccl import clock as clocks
+from miraccl.api.communicator import Communicator
 from miraccl.errors import InvalidUsage, PeerDied
 from miraccl.planning.cost_model import CpuConstants
 from miraccl.runtime.options import Options
 from miraccl.sim.clock import BYTES_PER_US
 from miraccl.sim.communicator import VirtualCommunicator
+from miraccl.sim.engine_ranks import EngineRanks
 from miraccl.sim.fair_share import FairShareNetwork
 from miraccl.sim.group import VirtualGroup
 from miraccl.sim.links import Links, cluster
 from miraccl.sim.serial_clock import SerialClock
 
+#: What executes the collectives of a world.
+ENGINES = ("interpreter", "compiled")
 #: default bytes of a FIFO slot: that of shared memory between a few ranks
 SLOT_BYTES = 128 << 10
 #: Time in us after which the other ranks know that a rank has died.
@@ -39,7 +44,7 @@ class WorldEvent:
     Attributes:
         start_us, end_us: Virtual time; equal for an event without a duration.
         kind: ``start``, ``step`` and ``end`` of a collective on a rank, ``sent``, ``received``,
-            ``fault``, ``died`` or ``returned``.
+            ``fault``, ``died`` or ``returned``; ``wait`` of a rank in the compiled engine.
         rank: Rank in ``communicator``; -1 for all of its ranks.
         detail: Channel, round, number and primitive of a step; checksum of a result.
     """
@@ -59,10 +64,10 @@ class RankKilled(BaseException):
 
 @dataclass(eq=False)
 class _VirtualRank:
-    """One virtual rank in a run."""
+    """One virtual rank in a run; ``open`` returns its communicator, in its thread."""
 
     rank: int
-    communicator: VirtualCommunicator
+    open: Callable[[int], Communicator]
     thread: clocks.Thread | None = None
     result: Any = None
     error: BaseException | None = None
@@ -78,6 +83,8 @@ class World:
         jitter: Largest fraction by which the latency of a message grows, drawn for each message.
         slot_bytes: Bytes of a FIFO slot; larger chunks move in rounds.
         constants: Cost model of the planner; default: that of an average machine.
+        engine: ``interpreter`` executes schedules step by step over virtual links; ``compiled``
+            runs the library's own communicators and compiled engine, whose messages take no time.
         options: Those of ``miraccl.init``: ``timeout``, ``algo``, ``proto``, ``deterministic``.
 
     Attributes:
@@ -95,6 +102,7 @@ class World:
         jitter: float = 0.0,
         slot_bytes: int = SLOT_BYTES,
         constants: CpuConstants | None = None,
+        engine: str = "interpreter",
         **options: Any,
     ) -> None:
         self.nodes, self.ranks_per_node = nodes, ranks_per_node
@@ -109,6 +117,10 @@ class World:
             raise InvalidUsage(f"jitter is {jitter!r}; it must be at least 0")
         if slot_bytes < 64:
             raise InvalidUsage(f"slot_bytes is {slot_bytes}; it must be at least 64")
+        if engine not in ENGINES:
+            raise InvalidUsage(f"engine is {engine!r}; allowed are {', '.join(ENGINES)}")
+        self.engine = engine
+        self._engine_ranks: EngineRanks | None = None
         self.seed, self.jitter, self.slot_bytes = seed, jitter, slot_bytes
         self.constants = constants or CpuConstants()
         self.options = Options.create(**options)
@@ -152,10 +164,9 @@ class World:
             raise InvalidUsage("cannot run a program from within a virtual rank of this world")
         self._runs += 1
         name = f"run{self._runs}"
-        group = self.group(name, range(self.nranks), self.options)
-        self._ranks = [_VirtualRank(r, VirtualCommunicator(group, r)) for r in range(self.nranks)]
         failed: list[_VirtualRank] = []
-        with clocks.use(self.clock):
+        with clocks.use(self.clock), self._opener(name) as open_rank:
+            self._ranks = [_VirtualRank(r, open_rank) for r in range(self.nranks)]
             for rank in self._ranks:
                 rank.thread = clocks.thread(
                     self._run_rank, args=(rank, program, args, failed), name=f"rank {rank.rank}"
@@ -171,6 +182,25 @@ class World:
             raise error
         return [rank.result if rank.error is None else rank.error for rank in self._ranks]
 
+    @contextlib.contextmanager
+    def _opener(self, name: str) -> Iterator[Callable[[int], Communicator]]:
+        """Yield the function that opens the communicator of a rank."""
+        if self.engine == "interpreter":
+            group = self.group(name, range(self.nranks), self.options)
+            yield lambda rank: VirtualCommunicator(group, rank)
+            return
+        hosts = [f"node {self.node_of(rank)}" for rank in range(self.nranks)]
+        ranks = EngineRanks(self.clock, hosts, self.options, self.constants, self._record_wait)
+        self._engine_ranks = ranks
+        try:
+            yield ranks.open
+        finally:
+            self._engine_ranks = None
+            ranks.close()
+
+    def _record_wait(self, rank: int, place: str) -> None:
+        self.record("wait", rank, "", "", place)
+
     def _run_rank(
         self,
         rank: _VirtualRank,
@@ -179,18 +209,22 @@ class World:
         failed: list[_VirtualRank],
     ) -> None:
         try:
-            rank.result = program(rank.communicator, *args)
-            rank.communicator.finalize()
+            communicator = rank.open(rank.rank)
+            rank.result = program(communicator, *args)
+            communicator.finalize()
         except BaseException as error:  # returned or raised by ``run``
-            rank.error = error
+            ranks = self._engine_ranks
+            rank.error = (ranks and ranks.stopped(rank.rank)) or error
             failed.append(rank)
-            self._end_rank(rank, f"{type(error).__name__}: {error}")
+            self._end_rank(rank, f"{type(rank.error).__name__}: {rank.error}")
         else:
             self.record("returned", rank.rank, "", "")
 
     def _end_rank(self, rank: _VirtualRank, reason: str) -> None:
         """Notify the other ranks, after a while, that ``rank`` has died."""
         self.record("died", rank.rank, "", "", reason)
+        if self._engine_ranks is not None:
+            self._engine_ranks.kill(rank.rank, reason)
 
         def detect() -> None:
             for group in list(self._groups.values()):

@@ -42,9 +42,6 @@ class _Duplex:
         self.sends = {token: FifoMemory(slot_bytes) for token in tokens}
 
 
-_duplexes: weakref.WeakValueDictionary[tuple[str, str], _Duplex] = weakref.WeakValueDictionary()
-
-
 class MemoryTransport(Transport):
     """In-process transport of one communicator and rank.
 
@@ -57,6 +54,9 @@ class MemoryTransport(Transport):
         self.slot_bytes = slot_bytes_for(len(context.peers), context.budget, context.max_slot_bytes)
         self._token = clock.random_hex(TOKEN_BYTES)
         self._closed = False
+        # By token of the peer, on the transport with the smaller token. Not in one table of the
+        # process: the tokens of two simulations with one seed are the same.
+        self._duplexes: weakref.WeakValueDictionary[str, _Duplex] = weakref.WeakValueDictionary()
         with _lock:
             _transports[self._token] = self
 
@@ -85,11 +85,12 @@ class MemoryTransport(Transport):
                     rank=self.context.endpoint.rank,
                     peer=peer,
                 )
-            tokens = (min(self._token, token), max(self._token, token))
-            duplex = _duplexes.get(tokens)
+            owner, guest = (self, token) if self._token < token else (other, self._token)
+            duplex = owner._duplexes.get(guest)
             if duplex is None:
+                tokens = (self._token, token)
                 duplex = _Duplex(tokens, min(self.slot_bytes, slot_bytes))
-                _duplexes[tokens] = duplex
+                owner._duplexes[guest] = duplex
         send, recv = duplex.sends[self._token], duplex.sends[token]
         return FifoPair(
             send=Fifo.from_address(send.address, send.slot_bytes, capabilities=CAPABILITIES),
@@ -105,7 +106,8 @@ class MemoryTransport(Transport):
         """Refuse further peers; FIFO memory lives as long as a pair that uses it."""
         self._closed = True
         with _lock:
-            _transports.pop(self._token, None)
+            if _transports.get(self._token) is self:
+                del _transports[self._token]
 
 
 class MemoryRegion(Region):

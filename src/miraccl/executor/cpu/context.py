@@ -58,6 +58,31 @@ class PeerConnections:
     asleep: int = 0
 
 
+_FUNCTION4 = ctypes.CFUNCTYPE(
+    ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64
+)
+
+
+class VirtualSleeper:
+    """Time and sleep of a virtual rank, in place of CLOCK_MONOTONIC and futexes.
+
+    Args:
+        now_address: Address of a word with the time in nanoseconds.
+        sleep: Called with (doorbell, value, nanoseconds) without the GIL held by compiled code; it
+            returns when the 32-bit word at ``doorbell`` differs from ``value`` or the time has
+            passed, and must not raise.
+    """
+
+    def __init__(self, now_address: int, sleep: Callable[[int, int, int], None]) -> None:
+        def call(doorbell: int, value: int, nanoseconds: int, _: int) -> int:
+            sleep(doorbell, value, nanoseconds)
+            return 0
+
+        self.now_address = now_address
+        self._function = _FUNCTION4(call)  # kept alive: compiled code has its address
+        self.address = ctypes.cast(self._function, ctypes.c_void_p).value or 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class WaitPolicy:
     """Stages of a wait: spinning, yielding, sleeping.
@@ -67,6 +92,7 @@ class WaitPolicy:
         yields: Yields of the processor before the first sleep.
         max_sleep_s: Longest sleep between checks for other ends of the wait.
         membarrier: True if a sleeper issues the barrier that its waker would need.
+        sleeper: Clock of a virtual rank; None: that of the system.
         migrate: True if a sleeper leaves a core that has more ranks than another one (see
             ``kernels.waiting``).
     """
@@ -75,6 +101,7 @@ class WaitPolicy:
     yields: int = 2
     max_sleep_s: float = 0.05
     timeout_s: float = 300.0
+    sleeper: VirtualSleeper | None = None
     membarrier: bool = True
     migrate: bool = True
 
@@ -113,9 +140,6 @@ _restore_exception.restype = None
 _restore_exception.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
 _this_thread = ctypes.pythonapi.PyThreadState_Get
 _this_thread.restype = ctypes.c_void_p
-_FUNCTION4 = ctypes.CFUNCTYPE(
-    ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64
-)
 
 
 def call_kernel(address: int, a: int, b: int, c: int, d: int) -> int:
@@ -152,6 +176,7 @@ class Context:
         stream_from: int = 1 << 62,
     ) -> None:
         self.rank, self.nranks, self.connections = rank, nranks, dict(connections)
+        self._policy = policy  # its sleeper must stay alive
         self.words = np.zeros(layout.CTX_SIZE // 8, np.int64)
         self._send = np.zeros((nranks, layout.CONN_SIZE // 8), np.int64)
         self._recv = np.zeros((nranks, layout.CONN_SIZE // 8), np.int64)
@@ -213,6 +238,8 @@ class Context:
             (layout.CTX_P2P_DIRECT, -1),
             (layout.CTX_MEMBARRIER, int(policy.membarrier)),
             (layout.CTX_DETECTOR, -1),
+            (layout.CTX_TIME, policy.sleeper.now_address if policy.sleeper else 0),
+            (layout.CTX_SLEEPER, policy.sleeper.address if policy.sleeper else 0),
         ):
             self.words[place // 8] = value
         self.address = int(self.words.ctypes.data)

@@ -89,7 +89,9 @@ CTX_DETECTOR = 456  # eventfd of the deadlock detector, written when a wait gets
 # tail that this rank waits for: messages the peer must consume; 0: it waits for a message of it
 CTX_AWAITED_TAIL = 464
 CTX_EXCEPTION = 480  # type, value and traceback that a signal handler raised (3 words)
-CTX_SIZE = 512
+# virtual ranks: address of a word with the time in ns, and of a function that sleeps; 0: the kernel
+CTX_TIME, CTX_SLEEPER = 504, 512
+CTX_SIZE = 576
 BUSY_PENDING = 1  # bit of CTX_BUSY for asynchronous operations
 # SEQ: the rank's last operation; SENT: messages it has sent to this rank, -1 unknown
 CONTROL_WAIT_SET, CONTROL_WAIT_SEQ, CONTROL_WAIT_SENT, CONTROL_WAIT_SIZE = 0, 8, 16, 24

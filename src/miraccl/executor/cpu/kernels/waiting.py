@@ -27,6 +27,7 @@ from miraccl.native.intrinsics import (
     PyErr_Fetch,
     PyEval_RestoreThread,
     PyEval_SaveThread,
+    call4,
     clock_gettime,
     exchange,
     fence,
@@ -60,7 +61,9 @@ RELEASE_GIL_BYTES = 1 << 18
 
 @inline
 def now_ns(ctx: int) -> int:
-    """Return CLOCK_MONOTONIC in nanoseconds."""
+    """Return CLOCK_MONOTONIC, or a virtual rank's time, in nanoseconds."""
+    if load(ctx + layout.CTX_TIME) != 0:
+        return load(load(ctx + layout.CTX_TIME))
     spec = load(ctx + layout.CTX_SCRATCH) + layout.SCRATCH_NOW
     clock_gettime(1, spec)
     return load(spec) * 1000000000 + load(spec + 8)
@@ -69,6 +72,9 @@ def now_ns(ctx: int) -> int:
 @inline
 def futex_wait(ctx: int, address: int, value: int, nanoseconds: int) -> None:
     """Sleep while the futex word has ``value``, for at most ``nanoseconds``."""
+    if load(ctx + layout.CTX_SLEEPER) != 0:
+        call4(load(ctx + layout.CTX_SLEEPER), address, value, nanoseconds, 0)
+        return
     spec = load(ctx + layout.CTX_SCRATCH) + layout.SCRATCH_SLEEP
     store(spec, nanoseconds // 1000000000)
     store(spec + 8, nanoseconds % 1000000000)
