@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -86,6 +87,64 @@ def settings_table() -> str:
     return render_markdown()
 
 
+def _call(name: str) -> str:
+    """Return the call of an operation as a program writes it, without the options of all calls."""
+    import miraccl
+
+    parameters = inspect.signature(getattr(miraccl.Communicator, name)).parameters.values()
+    shown = []
+    for parameter in parameters:
+        if parameter.name in ("self", "async_op", "stream"):
+            continue
+        default = parameter.default
+        text = getattr(default, "name", repr(default))
+        shown.append(parameter.name + ("" if default is parameter.empty else f"={text}"))
+    return f"`{name}({', '.join(shown)})`"
+
+
+def operations_table() -> str:
+    """Return every collective with its result, from ``miraccl.ops.spec``."""
+    from miraccl.ops.spec import OPS
+
+    rows = [f"| {_call(spec.name)} | {spec.summary} |" for spec in OPS.values()]
+    return "\n".join(["| Call | Result |", "|---|---|", *rows])
+
+
+def operation_forms() -> str:
+    """Return the arguments and forms of every operation, from ``miraccl.ops.spec``."""
+    from miraccl.ops.spec import OPS, Blocks, OpSpec
+
+    def blocks(side: Blocks, root_only: bool) -> str:
+        text = "one block" if side is Blocks.ONE else "a block per rank"
+        return f"{text}, root only" if root_only else text
+
+    def in_place(spec: OpSpec) -> str:
+        if spec.defaults_to_x:
+            return "`x`, without `out`" if spec.out_at else "`x`"
+        sides = {spec.input, spec.output}
+        if spec.is_message or sides == {Blocks.PER_RANK} or not spec.out_at:
+            return "no"
+        larger, smaller = ("out", "x") if spec.input is Blocks.ONE else ("x", "out")
+        return f"`{smaller}` is this rank's block of `{larger}`"
+
+    lines = [
+        "| Operation | `x` | Result | Counts | Reduces | In place |",
+        "|---|---|---|---|---|---|",
+    ]
+    for spec in OPS.values():
+        counts = ", ".join(f"`{name}`" for name in spec.arguments if name.endswith("counts"))
+        cells = [
+            f"`{spec.name}`",
+            "–" if spec.name in ("barrier", "recv") else blocks(spec.input, spec.input_on_root),
+            "–" if spec.name in ("barrier", "send") else blocks(spec.output, spec.result_on_root),
+            counts or "–",
+            "yes" if spec.op_at else "–",
+            in_place(spec) if spec.arguments else "–",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def proxy_states() -> str:
     """Transition tables of ``wire/proxy_states.py``."""
     from miraccl.wire import proxy_states as states
@@ -128,6 +187,8 @@ FILES: dict[str, Callable[[], str]] = {
 }
 BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("guide/reference/settings.md", "settings"): settings_table,
+    ("guide/operations.md", "operations"): operations_table,
+    ("guide/reference/api.md", "operation forms"): operation_forms,
     ("design/transports.md", "proxy states"): proxy_states,
     ("design/kernels.md", "protocol trace"): protocol_trace,
     ("guide/topology.md", "accelerator"): accelerator_example,
