@@ -185,16 +185,22 @@ def check(
             raise _dtype_error(spec, source, target)
         if not receives and target.count != (count if spec.one_output else count * nranks):
             raise _out_count_error(spec, target, count, nranks)
-        if target.count and source.count:
-            offset = target.address - source.address
-            if (offset < source.nbytes) if offset > 0 else (-offset < target.nbytes):
-                _check_in_place(spec, source.dtype, offset, sends, receives, rank, count)
-                in_place = True
+        offset = target.address - source.address
+        # Bounds for the largest elements first: the properties of the dtype cost 0.3 us.
+        if (
+            -MAX_ITEMSIZE * target.count < offset < MAX_ITEMSIZE * source.count
+            and target.count
+            and source.count
+            and ((offset < source.nbytes) if offset > 0 else (-offset < target.nbytes))
+        ):
+            _check_in_place(spec, source.dtype, offset, sends, receives, rank, count)
+            in_place = True
     if receives:
         _check_count(spec, "out", target, receives, spec.one_output, rank)
     return CheckedCall(spec, source, target, count, sends, receives, op, root, in_place, out)
 
 
+MAX_ITEMSIZE = max(dtype.itemsize for dtype in DType)
 _NONE, _ALL, _ROOT = Writers.NONE, Writers.ALL, Writers.ROOT
 _PREMUL_SUM = RedOp.PREMUL_SUM
 
