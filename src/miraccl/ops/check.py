@@ -160,7 +160,7 @@ def check(
             if count % nranks:
                 raise _uneven_error(spec, count, nranks)
             count //= nranks
-    op = RedOp.SUM
+    op = _SUM
     if spec.op_at:
         op = args[spec.op_at]
         if (type(op) is not RedOp or op is _PREMUL_SUM) and source is not None:
@@ -202,7 +202,7 @@ def check(
 
 MAX_ITEMSIZE = max(dtype.itemsize for dtype in DType)
 _NONE, _ALL, _ROOT = Writers.NONE, Writers.ALL, Writers.ROOT
-_PREMUL_SUM = RedOp.PREMUL_SUM
+_SUM, _PREMUL_SUM = RedOp.SUM, RedOp.PREMUL_SUM  # reading a member of an enum takes 0.1 us
 
 
 def check_transfers(
