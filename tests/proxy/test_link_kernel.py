@@ -265,7 +265,7 @@ def _valid(config: rec.LinkConfig, events: list[rec.Event]) -> list[rec.Event]:
 
 
 def test_every_fault_has_a_text() -> None:
-    codes = {v for k, v in vars(layout).items() if k.isupper() and 1 <= v <= 24 and k in _NAMES}
+    codes = {v for k, v in vars(layout).items() if k.isupper() and 1 <= v <= 25 and k in _NAMES}
     assert codes == set(FAULT_TEXTS)
     for text in FAULT_TEXTS.values():
         text.format(1, 2, 3)
@@ -297,5 +297,6 @@ _NAMES = frozenset(
         "BAD_DESCRIPTOR",
         "BAD_CTS",
         "TOO_MANY_RANGES",
+        "BAD_PACKET",
     ]
 )

@@ -9,7 +9,10 @@ them; assignments to local variables (tuples are unpacked at once); ``if``, ``wh
 ``for ... in range(...)``, ``break``, ``continue``, ``return``; integer arithmetic that wraps,
 with Python's ``//`` and ``%`` (0 for a zero divisor); comparisons, ``and``, ``or``, ``not``,
 conditional expressions, ``min`` and ``max``; calls of other such functions, of intrinsics and of C
-functions (``native.intrinsics``). Other names are constants of the module or the closure.
+functions (``native.intrinsics``). ``a[i]`` is the word at address ``a + 8 * i``, and ``r.field`` of
+an argument annotated with a dataclass the word at the field's position, so that pure functions
+over sequences and records are kernel sources as well. Other names are constants of the module or
+the closure.
 Everything else raises ``UnsupportedSyntax`` with the line.
 """
 
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -179,6 +183,7 @@ class _Function:
         self._builder = ir.IRBuilder(target.append_basic_block("body"))
         self._variables: dict[str, ir.AllocaInstr] = {}
         self._loops: list[tuple[ir.Block, ir.Block]] = []  # targets of continue and break
+        self._fields: dict[str, list[str]] = {}
 
     def translate(self) -> None:
         arguments = self._node.args
@@ -190,10 +195,18 @@ class _Function:
                 self._variable(node.id)
         for argument, value in zip(arguments.args, self._target.args, strict=True):
             self._entry.store(value, self._variable(argument.arg))
+            self._fields[argument.arg] = self._fields_of(argument)
         self._statements(self._node.body)
         if not self._builder.block.is_terminated:
             self._builder.ret(ir.Constant(self._target.function_type.return_type, None))
         self._entry.branch(body)
+
+    def _fields_of(self, argument: ast.arg) -> list[str]:
+        """Return the names of an argument's fields, if its annotation is a dataclass."""
+        if not isinstance(argument.annotation, ast.Name):
+            return []
+        kind = self._function.__globals__.get(argument.annotation.id)
+        return [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
 
     def _unsupported(self, node: Any, reason: str) -> UnsupportedSyntax:
         code = self._function.__code__
@@ -239,14 +252,21 @@ class _Function:
         if len(names) != len(values):
             raise self._unsupported(target, f"{len(values)} values for {len(names)} variables")
         for name, value in zip(names, values, strict=True):
-            if not isinstance(name, ast.Name):
-                raise self._unsupported(target, "only assignments to local variables")
-            self._builder.store(self._as_word(value), self._variable(name.id))
+            if isinstance(name, ast.Subscript):
+                self._builder.store(self._as_word(value), self._element(name))
+            elif isinstance(name, ast.Name):
+                self._builder.store(self._as_word(value), self._variable(name.id))
+            else:
+                raise self._unsupported(target, "only assignments to local variables and words")
 
     def _augmented_assign(self, node: ast.AugAssign) -> None:
-        if not isinstance(node.target, ast.Name):
-            raise self._unsupported(node, "only assignments to local variables")
-        variable = self._variable(node.target.id)
+        variable: Any
+        if isinstance(node.target, ast.Subscript):
+            variable = self._element(node.target)
+        elif isinstance(node.target, ast.Name):
+            variable = self._variable(node.target.id)
+        else:
+            raise self._unsupported(node, "only assignments to local variables and words")
         value = self._operate(node, node.op, self._builder.load(variable), self._word(node.value))
         self._builder.store(value, variable)
 
@@ -402,7 +422,24 @@ class _Function:
             return self._builder.load(self._variables[node.id])
         return self._constant(node, _resolve(self._function, node))
 
+    def _element(self, node: ast.Subscript) -> Any:
+        """Return the pointer to ``a[i]``."""
+        offset = self._builder.mul(self._word(node.slice), ir.Constant(_WORD, 8))
+        address = self._builder.add(self._word(node.value), offset)
+        return self._builder.inttoptr(address, _WORD.as_pointer())
+
+    def _subscript(self, node: ast.Subscript) -> Any:
+        return self._builder.load(self._element(node))
+
     def _attribute(self, node: ast.Attribute) -> Any:
+        if isinstance(node.value, ast.Name) and node.value.id in self._fields:
+            fields = self._fields[node.value.id]
+            if node.attr not in fields:
+                raise self._unsupported(node, f"{ast.unparse(node)} is not a field")
+            address = self._builder.add(
+                self._word(node.value), ir.Constant(_WORD, 8 * fields.index(node.attr))
+            )
+            return self._builder.load(self._builder.inttoptr(address, _WORD.as_pointer()))
         return self._constant(node, _resolve(self._function, node))
 
     def _literal(self, node: ast.Constant) -> Any:
@@ -586,6 +623,7 @@ class _Function:
     }
     _EXPRESSIONS: ClassVar[dict[type, Callable[..., Any]]] = {
         ast.Name: _name,
+        ast.Subscript: _subscript,
         ast.Attribute: _attribute,
         ast.Constant: _literal,
         ast.BinOp: _binary,

@@ -175,6 +175,69 @@ def call4(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     return I64(I64, I64, I64, I64, I64), emit
 
 
+@intrinsic
+def call6(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
+    """Call the C function at an address with six int64s; it may take fewer."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.call(_pointer(builder, args[0], ir.FunctionType(_W, [_W] * 6)), args[1:])
+
+    return I64(I64, I64, I64, I64, I64, I64, I64), emit
+
+
+@intrinsic
+def store32(typingctx: Any, address: Any, value: Any) -> Any:
+    """Store the lower half of a word."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.store(builder.trunc(args[1], _H), _pointer(builder, args[0], _H), align=1)
+        return context.get_dummy_value()
+
+    return types.void(I64, I64), emit
+
+
+@intrinsic
+def load8(typingctx: Any, address: Any) -> Any:
+    """Load an unsigned byte."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.zext(builder.load(_pointer(builder, args[0], _B)), _W)
+
+    return I64(I64), emit
+
+
+@intrinsic
+def store8(typingctx: Any, address: Any, value: Any) -> Any:
+    """Store the lowest byte of a word."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.store(builder.trunc(args[1], _B), _pointer(builder, args[0], _B))
+        return context.get_dummy_value()
+
+    return types.void(I64, I64), emit
+
+
+@intrinsic
+def load_unaligned(typingctx: Any, address: Any) -> Any:
+    """Load a word at any address."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.load(_pointer(builder, args[0], _W), align=1)
+
+    return I64(I64), emit
+
+
+@intrinsic
+def store_unaligned(typingctx: Any, address: Any, value: Any) -> Any:
+    """Store a word at any address."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.store(args[1], _pointer(builder, args[0], _W), align=1)
+        return context.get_dummy_value()
+
+    return types.void(I64, I64), emit
+
+
 # numbers of system calls (arch/*/entry/syscalls) and their arguments (linux/futex.h,
 # linux/membarrier.h)
 SYS_FUTEX, SYS_MEMBARRIER = (98, 283) if platform.machine() == "aarch64" else (202, 324)

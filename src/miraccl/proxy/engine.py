@@ -162,6 +162,7 @@ FAULT_TEXTS = {
     layout.BAD_DESCRIPTOR: "posted {0} bytes in mode {1} at {2:#x}",
     layout.BAD_CTS: "posted a receive of {0} bytes at {1:#x}",
     layout.TOO_MANY_RANGES: "it scatters a message over more than {0} ranges",
+    layout.BAD_PACKET: "it sent a packet that no peer would send ({0}, {1})",
 }
 
 

@@ -133,7 +133,8 @@ FAULT_CLOSED, FAULT_RESET, FAULT_PROTOCOL, FAULT_ABORTED, FAULT_INTERNAL = 1, 2,
     BAD_DESCRIPTOR,
     BAD_CTS,
     TOO_MANY_RANGES,
-) = range(1, 25)
+    BAD_PACKET,
+) = range(1, 26)
 
 # ---- instruction log of tests: words (kind, five arguments) after a count
 

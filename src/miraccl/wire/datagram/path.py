@@ -31,8 +31,9 @@ PROBE_FIRST_NS, PROBE_LAST_NS = 20_000_000, 200_000_000
 BURST_NS = 500_000
 #: An acknowledgement waits for this many packets or this long.
 ACK_EVERY, ACK_DELAY_NS = 2, 200_000
-#: Remembered packets that were declared lost, to detect that they were only late.
-LOST_REMEMBERED = 256
+#: Packets that must be acknowledged and are remembered: in flight, or declared lost and perhaps
+#: only late.  The window leaves room for probes, which it does not bound.
+REMEMBERED, PROBE_ROOM = 2048, 64
 
 
 @dataclass(slots=True)
@@ -62,6 +63,8 @@ class SentPacket:
     probe: bool = False
     grant: bool = False
     requeued: bool = False
+    #: Position among the packets of the path that must be acknowledged.
+    order: int = 0
 
 
 @dataclass(slots=True)
@@ -140,6 +143,7 @@ class FlowPath:
         self.lost_packets = self.spurious = self.sent_packets = 0
         self.lost_bytes = self.acked_bytes = 0
         self._lost: dict[int, SentPacket] = {}
+        self._order = 0
         self._threshold = PACKET_THRESHOLD
         self._loss_time = 0
         self._last_eliciting = 0
@@ -170,6 +174,9 @@ class FlowPath:
 
     def has_room(self, size: int) -> bool:
         """Return True if the window admits a packet of ``size`` bytes."""
+        oldest = next(iter(self.sent.values()), None)
+        if oldest is not None and self._order - oldest.order >= REMEMBERED - PROBE_ROOM:
+            return False
         return self.in_flight + size <= min(self.window, self.max_in_flight)
 
     def release_time(self, now: int) -> int:
@@ -199,7 +206,11 @@ class FlowPath:
             limited,
             probe,
             grant,
+            order=self._order,
         )
+        self._order += 1
+        while self._lost and self._order - next(iter(self._lost.values())).order > REMEMBERED:
+            del self._lost[next(iter(self._lost))]
         self.in_flight += size
         self._last_eliciting = now
         self._release = max(now, self._release) + size * SECOND // self.rate
@@ -269,11 +280,12 @@ class FlowPath:
         else:
             numbers = [n for n in range(start, stop) if n in self.sent]
         acked = []
-        for number in numbers:
-            packet = self.sent.pop(number)
-            self.in_flight -= packet.size
-            acked.append(packet)
-        for number in [n for n in self._lost if start <= n < stop]:
+        for number in sorted(numbers + [n for n in self._lost if start <= n < stop]):
+            if number in self.sent:
+                packet = self.sent.pop(number)
+                self.in_flight -= packet.size
+                acked.append(packet)
+                continue
             acked.append(self._lost.pop(number))
             self.spurious += 1
             self.lost_packets -= 1
@@ -302,12 +314,13 @@ class FlowPath:
             del self.sent[packet.number]
             self.in_flight -= packet.size
             self._lost[packet.number] = packet
-        while len(self._lost) > LOST_REMEMBERED:
-            del self._lost[next(iter(self._lost))]
+        if lost[0].number < next(iter(self._lost)):
+            self._lost = dict(sorted(self._lost.items()))
         nbytes = sum(p.size for p in lost)
         self.lost_packets += len(lost)
         self.lost_bytes += nbytes
-        self.controller.lost(self.control, now, nbytes, lost[-1].time, self.mtu)
+        if self.state in (PathState.OPEN, PathState.SUSPECT):  # else it carries probes only
+            self.controller.lost(self.control, now, nbytes, lost[-1].time, self.mtu)
 
     # ---- timers
 

@@ -19,6 +19,8 @@ THRESHOLD, RECOVERY, MAX_WINDOW_SEEN, EPOCH, K_MS = 2, 3, 4, 5, 6
 #: RFC 9438: C = 0.4, multiplicative decrease to 0.7.
 C_NUMERATOR, C_DENOMINATOR = 2, 5
 BETA_NUMERATOR, BETA_DENOMINATOR = 7, 10
+#: Bound of the time since an epoch: the cubic times the packet fits into 64 bits.
+MAX_ELAPSED_MS = 30_000
 #: Milliseconds cubed per second cubed.
 MS3 = 1_000_000_000
 
@@ -40,6 +42,7 @@ def acked(state: State, sample: AckSample, packet: int) -> None:
         deficit = max(0, state[MAX_WINDOW_SEEN] - state[WINDOW])
         state[K_MS] = cube_root(deficit * C_DENOMINATOR * MS3 // (C_NUMERATOR * packet))
     elapsed = (sample.now - state[EPOCH] + sample.smoothed) // 1_000_000 - state[K_MS]
+    elapsed = min(elapsed, MAX_ELAPSED_MS)
     cubed = elapsed * elapsed * elapsed
     target = state[MAX_WINDOW_SEEN] + C_NUMERATOR * cubed * packet // (C_DENOMINATOR * MS3)
     target = min(target, state[WINDOW] * 3 // 2)

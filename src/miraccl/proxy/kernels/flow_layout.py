@@ -1,0 +1,125 @@
+"""Memory layout of a compiled datagram flow: the flow, its paths and its streams.
+
+Everything is an int64; offsets are in bytes.  The machine itself is ``wire.datagram.flow``; the
+names of the words are those of its attributes.
+"""
+
+from __future__ import annotations
+
+from miraccl.wire.datagram.packets import MAX_PATHS
+from miraccl.wire.datagram.path import REMEMBERED
+from miraccl.wire.datagram.path_states import PathState
+
+MAX_SEGMENTS = 8
+MAX_ACK_RANGES = 32
+
+# ---- set of ranges: count, then pairs [start, stop)
+
+RANGES_COUNT, RANGES_FIRST = 0, 8
+
+
+def ranges_bytes(capacity: int) -> int:
+    """Size of a set of ``capacity`` ranges, and one more while it is changed."""
+    return RANGES_FIRST + 16 * (capacity + 1)
+
+
+#: Ranges of acknowledged, lost and received bytes of one frame.
+FRAME_RANGES = 510
+FRAME_RANGES_BYTES = ranges_bytes(FRAME_RANGES)
+NUMBER_RANGES_BYTES = ranges_bytes(MAX_ACK_RANGES + 1)
+
+# ---- flow
+
+FLOW_LINK = 0
+FLOW_PORT = 8
+FLOW_NPATHS, FLOW_NSTREAMS = 16, 24
+FLOW_CONNECTION, FLOW_PEER_CONNECTION = 32, 40
+FLOW_GRANTED = 48  # -1: no grants are needed
+FLOW_NEW_BYTES, FLOW_REJECTED = 56, 64
+FLOW_TURN, FLOW_GRANT_TOTAL, FLOW_GRANT_DUE, FLOW_ARRIVED_ON = 72, 80, 88, 96
+FLOW_LOG = 104  # address of the event log of a test, 0: events go to the link
+FLOW_REACHED = 112  # a path has become OPEN
+FLOW_SEAL, FLOW_OPEN = 120, 128  # cipher contexts
+FLOW_ABORTED = 136  # 1: the peer has sent its reason, which is in the link's text
+FLOW_GOODBYE = 144  # 1: the last acknowledgements are sent
+FLOW_WANTED, FLOW_RECEIVED = 152, 160  # bytes announced by frames, and received, of new data
+FLOW_SENDER = 168  # index in the grantor's table
+FLOW_PATHS, FLOW_STREAMS = 176, 184  # addresses
+FLOW_EVENTS = 192  # address of the ring of path events that Python reads
+FLOW_BYTES = 256
+
+# ---- path
+
+PATH_INDEX, PATH_MTU, PATH_MAX_IN_FLIGHT, PATH_STATE = 0, 8, 16, 24
+OPEN, SUSPECT, DEAD, PROBING = 0, 1, 2, 3
+STATES = (PathState.OPEN, PathState.SUSPECT, PathState.DEAD, PathState.PROBING)
+PATH_SMOOTHED, PATH_VARIATION, PATH_MINIMUM, PATH_LATEST, PATH_SAMPLES = 32, 40, 48, 56, 64
+PATH_ACKED_FN, PATH_LOST_FN, PATH_TIMEOUT_FN, PATH_UNDO_FN = 72, 80, 88, 96
+PATH_CONTROL = 104  # eight words
+PATH_NEXT_NUMBER, PATH_IN_FLIGHT, PATH_LARGEST_ACKED = 168, 176, 184
+PATH_TIMEOUTS, PATH_PROBES = 192, 200
+PATH_LOST_PACKETS, PATH_SPURIOUS, PATH_SENT_PACKETS = 208, 216, 224
+PATH_LOST_BYTES, PATH_ACKED_BYTES = 232, 240
+PATH_THRESHOLD, PATH_LOSS_TIME, PATH_LAST_ELICITING, PATH_RELEASE = 248, 256, 264, 272
+PATH_DELIVERED, PATH_DELIVERED_AT, PATH_PEER_MARKED = 280, 288, 296
+PATH_PROBE_AT, PATH_PROBE_INTERVAL = 304, 312
+PATH_FLOOR, PATH_LARGEST, PATH_LARGEST_AT, PATH_MARKED = 320, 328, 336, 344
+PATH_DUPLICATES, PATH_PENDING, PATH_DUE, PATH_REPEATS = 352, 360, 368, 376
+PATH_ORDER = 384  # packets recorded so far; the next one's position
+PATH_OLDEST = 392  # position of the oldest packet in flight, PATH_ORDER if there is none
+PATH_NSENT = 400  # packets in flight
+PATH_SAMPLE = 408  # struct AckSample: ten words
+PATH_SOCKET = 488  # index of the socket
+PATH_NO_GSO = 496  # 1: the interface refuses UDP_SEGMENT
+PATH_ADDRESS, PATH_ADDRESS_BYTES = 504, 536  # struct sockaddr of the peer (32 bytes), its size
+PATH_RECEIVED_PACKETS, PATH_RECEIVED_BYTES, PATH_SENT_BYTES = 544, 552, 560
+PATH_SEND_ERRORS, PATH_LAST_ERRNO = 568, 576
+PATH_BASE_MTU = 584  # MTU that every path carries
+PATH_NUMBERS = 592
+PATH_SENT = (PATH_NUMBERS + NUMBER_RANGES_BYTES + 63) // 64 * 64
+SENT_STATE, SENT_NUMBER, SENT_TIME, SENT_SIZE = 0, 8, 16, 24
+FREE, IN_FLIGHT, LOST = 0, 1, 2
+SENT_DELIVERED, SENT_DELIVERED_AT, SENT_FLAGS, SENT_NSPANS = 32, 40, 48, 56
+FLAG_LIMITED, FLAG_PROBE, FLAG_GRANT, FLAG_REQUEUED = 1, 2, 4, 8
+#: Spans: stream | headed << 8 | frame << 16, start | stop << 32.
+SENT_SPANS, SPAN_BYTES = 64, 16
+SENT_BYTES = SENT_SPANS + SPAN_BYTES * MAX_SEGMENTS
+PATH_BYTES = PATH_SENT + SENT_BYTES * REMEMBERED
+
+# ---- stream of a flow: the head of the link's queue is the frame in flight
+
+FSTREAM_FRAME = 0  # number of the frame in flight
+FSTREAM_SENT, FSTREAM_HEADER_SENT, FSTREAM_HEADER_ACKED, FSTREAM_RESEND_HEADER = 8, 16, 24, 32
+FSTREAM_NUMBER, FSTREAM_LENGTH = 40, 48  # incoming frame; length -1: not begun
+FSTREAM_TARGET = 56  # address of its payload, 0: none
+FSTREAM_ACKED = 64
+FSTREAM_RESEND = FSTREAM_ACKED + FRAME_RANGES_BYTES
+FSTREAM_RECEIVED = FSTREAM_RESEND + FRAME_RANGES_BYTES
+FSTREAM_BYTES = FSTREAM_RECEIVED + FRAME_RANGES_BYTES
+
+# ---- packet that ``next_packet`` has built
+
+OUT_PATH, OUT_NUMBER, OUT_SIZE, OUT_NCONTROL, OUT_NSEGMENTS = 0, 8, 16, 24, 32
+OUT_SEGMENTS = 40  # stream, frame, offset, length, headed
+SEGMENT_BYTES = 40
+OUT_CONTROL = OUT_SEGMENTS + SEGMENT_BYTES * MAX_SEGMENTS  # encoded control records
+OUT_BYTES = 1 << 16
+
+# ---- port: sockets and buffers of an engine (``datagram_io``)
+
+PORT_FRAME = 0  # 48 bytes: an aligned copy of a frame header
+
+# ---- event log of tests
+
+LOG_COUNT, LOG_FIRST, LOG_ENTRY_BYTES = 0, 8, 40
+LOG_STARTED, LOG_PAYLOAD, LOG_COMPLETED, LOG_ACKED, LOG_CHANGED, LOG_ABORTED, LOG_ERROR = range(
+    1, 8
+)
+
+
+def flow_bytes(npaths: int, nstreams: int) -> int:
+    """Size of a flow with its paths and streams."""
+    return FLOW_BYTES + PATH_BYTES * npaths + FSTREAM_BYTES * nstreams
+
+
+assert MAX_PATHS <= 16
