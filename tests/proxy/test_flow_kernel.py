@@ -180,9 +180,9 @@ def test_random_networks_give_the_same_decisions(seed: int) -> None:
             size = draw.choice((0, 1, 40, 3000, 40_000))
             network.submit(side, draw.randrange(4), bytes(size))
     network.run(600 * SECOND)
-    for side in network.sides:
-        assert side.flow._log is not None
-        assert compare(side.flow.config, side.flow._log) > 0
+    for end in network.sides:
+        assert end.flow._log is not None
+        assert compare(end.flow.config, end.flow._log) > 0
 
 
 def test_the_kernel_rejects_what_the_decoder_rejects() -> None:

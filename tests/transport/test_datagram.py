@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from miraccl.proxy import Proxy
+from miraccl.proxy.datagram_engine import DatagramEngine
 from miraccl.transport.base import DatagramOptions, Endpoint
 from miraccl.transport.datagram import DatagramTransport, SocketInfo, paths_between
 from miraccl.transport.registry import UDP
@@ -24,7 +25,7 @@ def build_rank(
     secret: bytes = b"secret",
     options: DatagramOptions | None = None,
     timeout: float = WAIT_S,
-    proxy_type: Any = Proxy,
+    proxy_type: Any = DatagramEngine,
 ) -> DatagramTransport:
     """Add a rank on a host of its own to the world."""
     losses = world.losses.setdefault(rank, [])
@@ -59,13 +60,29 @@ def build_world(nranks: int, **options: Any) -> World:
     return world
 
 
+class TestDatagram(TransportConformance):
+    """The compiled engine."""
+
+    spec = UDP
+
+    def build(self, nranks):
+        return build_world(nranks, options=DatagramOptions(ports=2))
+
+
+class TestDatagramEncrypted(TransportConformance):
+    spec = UDP
+
+    def build(self, nranks):
+        return build_world(nranks, options=DatagramOptions(protection="aead", mtu=1472))
+
+
 class TestDatagramReference(TransportConformance):
     """The machines of ``wire.datagram`` in Python."""
 
     spec = UDP
 
     def build(self, nranks):
-        return build_world(nranks, options=DatagramOptions(ports=2))
+        return build_world(nranks, options=DatagramOptions(ports=2), proxy_type=Proxy)
 
 
 def sockets(*rows: tuple[str, int]) -> list[SocketInfo]:

@@ -10,7 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from socket import socket
+from socket import IPPROTO_UDP, socket
 
 from miraccl import clock, trace
 from miraccl.errors import ProtocolError
@@ -49,6 +49,8 @@ CLOSE_TIMEOUTS = 3
 #: Copies of a last acknowledgement, which nothing can ask for again.
 LAST_COPIES = 3
 _CONNECTION_AT = slice(4, 8)
+#: linux/udp.h: size of the packets in a received super-packet.
+UDP_GRO = 104
 
 
 def flow_config(connection: DatagramConnection) -> FlowConfig:
@@ -80,15 +82,25 @@ class DatagramSockets:
     def _receive(self, sock: socket) -> bool:
         for _ in range(PACKETS_PER_ROUND):
             try:
-                data = sock.recv(1 << 16)
+                data, control, _, _ = sock.recvmsg(1 << 16, 256)
             except ConnectionRefusedError:
                 continue
             except OSError:
                 return False
-            driver = self.drivers.get(int.from_bytes(data[_CONNECTION_AT], "little"))
-            if driver is None or not driver.receive(data):
-                self.strangers += 1
+            sizes = [
+                int.from_bytes(value, "little")
+                for level, kind, value in control
+                if (level, kind) == (IPPROTO_UDP, UDP_GRO)
+            ]
+            size = sizes[0] if sizes else max(1, len(data))
+            for at in range(0, len(data), size):
+                self._deliver(data[at : at + size])
         return True
+
+    def _deliver(self, data: bytes) -> None:
+        driver = self.drivers.get(int.from_bytes(data[_CONNECTION_AT], "little"))
+        if driver is None or not driver.receive(data):
+            self.strangers += 1
 
 
 class DatagramDriver(FifoDriver):

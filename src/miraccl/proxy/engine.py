@@ -50,7 +50,7 @@ class _EpollEvent(ctypes.Structure):
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _register(epoll: int, fd: int, events: int, data: int) -> None:
+def register_descriptor(epoll: int, fd: int, events: int, data: int) -> None:
     event = _EpollEvent(events, data)
     if _libc.epoll_ctl(epoll, _EPOLL_CTL_ADD, fd, ctypes.byref(event)) != 0:
         code = ctypes.get_errno()
@@ -183,6 +183,8 @@ class ProgressEngine:
         SystemFailure: A descriptor or the thread cannot be created.
     """
 
+    kernel = KERNEL
+
     def __init__(
         self,
         *,
@@ -197,7 +199,7 @@ class ProgressEngine:
         self._wake, self._on_lost = wake, on_lost
         self._atomics = atomics or native_atomics()
         self._segment_bytes = segment_bytes
-        library = native.library(KERNEL)
+        library = native.library(self.kernel)
         kind = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
         self._run = kind(library.address(native.PREFIX + "run"))
         self._close_link = kind(library.address(native.PREFIX + "close_link"))
@@ -216,15 +218,21 @@ class ProgressEngine:
             self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             undo.callback(os.close, self._doorbell)
             self._epoll = undo.enter_context(select.epoll())
-            _register(self._epoll.fileno(), self._doorbell, select.EPOLLIN, _DOORBELL_DATA)
+            register_descriptor(
+                self._epoll.fileno(), self._doorbell, select.EPOLLIN, _DOORBELL_DATA
+            )
             self._set(layout.ENGINE_LINKS, self._table.address)
             self._set(layout.ENGINE_EPOLL, self._epoll.fileno())
             self._set(layout.ENGINE_DOORBELL, self._doorbell)
             self._set(layout.ENGINE_ASLEEP, self.asleep)
             self._set(layout.ENGINE_CTRL, control)
             self._set(layout.ENGINE_SPIN_NS, SPIN_NS)
+            self._prepare(library)
             self._thread.start()
             undo.pop_all()
+
+    def _prepare(self, library: native.CodeLibrary) -> None:
+        """Prepare memory that the loop needs; called before the thread starts."""
 
     # --- other threads
 
@@ -356,11 +364,10 @@ class ProgressEngine:
 
     def _new_link(self, connection: NetConnection) -> EngineLink:
         nstreams = len(connection.streams)
-        pair = connection.pair
         config = LinkConfig(
             nstreams=nstreams,
             send_slot_bytes=connection.peer_slot_bytes,
-            recv_slot_bytes=pair.recv.slot_bytes,
+            recv_slot_bytes=connection.pair.recv.slot_bytes,
             segment_bytes=self._segment_bytes,
         )
         memory = PrivateMemory(layout.link_bytes(nstreams))
@@ -368,9 +375,24 @@ class ProgressEngine:
         index = self._free_entry()
         link = EngineLink(connection, memory, staging, index)
         write_link(memory.address, config)
+        self._write_memory(link)
+        for i, sock in enumerate(connection.streams):
+            sock.setblocking(False)
+            stream = layout.LINK_STREAMS + i * layout.STREAM_BYTES
+            link.store(stream + layout.STREAM_FD, sock.fileno())
+            link.store(stream + layout.STREAM_READABLE, 1)
+            link.store(stream + layout.STREAM_WRITABLE, 1)
+            link.store(stream + layout.STREAM_STAGING, staging.address + i * layout.STAGING_BYTES)
+            register_descriptor(self._epoll.fileno(), sock.fileno(), _EDGES, index << 8 | i)
+        self._set_entry(index, memory.address)
+        return link
+
+    def _write_memory(self, link: EngineLink) -> None:
+        """Write the addresses of a link's FIFOs into its state."""
+        pair = link.connection.pair
         for offset, value in (
             (layout.LINK_ENGINE, self._memory.address),
-            (layout.LINK_PEER, connection.peer),
+            (layout.LINK_PEER, link.connection.peer),
             (layout.LINK_SEND_DESCRIPTORS, pair.send.descriptors),
             (layout.LINK_SEND_TAIL, pair.send.tail),
             (layout.LINK_SEND_SLOTS, pair.send.slots),
@@ -380,16 +402,6 @@ class ProgressEngine:
             (layout.LINK_RECV_SLOTS, pair.recv.slots),
         ):
             link.store(offset, value)
-        for i, sock in enumerate(connection.streams):
-            sock.setblocking(False)
-            stream = layout.LINK_STREAMS + i * layout.STREAM_BYTES
-            link.store(stream + layout.STREAM_FD, sock.fileno())
-            link.store(stream + layout.STREAM_READABLE, 1)
-            link.store(stream + layout.STREAM_WRITABLE, 1)
-            link.store(stream + layout.STREAM_STAGING, staging.address + i * layout.STAGING_BYTES)
-            _register(self._epoll.fileno(), sock.fileno(), _EDGES, index << 8 | i)
-        self._set_entry(index, memory.address)
-        return link
 
     def _free_entry(self) -> int:
         """Return a free entry of the table of links, growing it if there is none."""

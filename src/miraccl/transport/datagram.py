@@ -61,6 +61,8 @@ IP_MTU_DISCOVER, IP_PMTUDISC_PROBE, IP_MTU = 10, 3, 14
 IPV6_MTU_DISCOVER, IPV6_MTU = 23, 24
 #: asm-generic/socket.h: buffer beyond net.core.rmem_max, for processes with CAP_NET_ADMIN.
 SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
+#: linux/udp.h, asm-generic/socket.h, RFC 3168: ECN-capable transport.
+UDP_GRO, SO_RXQ_OVFL, ECN_ECT0 = 104, 40, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,6 +345,23 @@ class DatagramTransport(Transport):
             raise CommunicatorClosed("the UDP transport is closed", rank=self.rank)
 
 
+def _set_receive_options(sock: socket.socket) -> None:
+    """Let the kernel aggregate packets and report ECN marks and its own drops, where it can."""
+    ipv6 = sock.family == socket.AF_INET6
+    options = [
+        (socket.IPPROTO_UDP, UDP_GRO),
+        (socket.SOL_SOCKET, SO_RXQ_OVFL),
+        (socket.IPPROTO_IPV6, socket.IPV6_RECVTCLASS)
+        if ipv6
+        else (socket.IPPROTO_IP, socket.IP_RECVTOS),
+        (socket.IPPROTO_IPV6, socket.IPV6_TCLASS) if ipv6 else (socket.IPPROTO_IP, socket.IP_TOS),
+    ]
+    for level, option in options:
+        with suppress(OSError):
+            value = ECN_ECT0 if option in (socket.IP_TOS, socket.IPV6_TCLASS) else 1
+            sock.setsockopt(level, option, value)
+
+
 def set_udp_options(sock: socket.socket, buffer_bytes: int) -> None:
     """Set buffers, and path MTU discovery that neither fragments nor trusts ICMP."""
     if buffer_bytes:
@@ -361,6 +380,7 @@ def set_udp_options(sock: socket.socket, buffer_bytes: int) -> None:
         else (socket.IPPROTO_IP, IP_MTU_DISCOVER)
     )
     sock.setsockopt(level, option, IP_PMTUDISC_PROBE)
+    _set_receive_options(sock)
 
 
 def payload_mtu(address: str) -> int:

@@ -194,7 +194,7 @@ UDP = register(
         score=_score_tcp,
         module="miraccl.transport.datagram",
         automatic=False,
-        proxy="miraccl.proxy.thread:Proxy",
+        proxy="miraccl.proxy.datagram_engine:DatagramEngine",
     )
 )
 MEMORY = register(

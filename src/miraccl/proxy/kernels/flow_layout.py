@@ -108,6 +108,43 @@ OUT_BYTES = 1 << 16
 # ---- port: sockets and buffers of an engine (``datagram_io``)
 
 PORT_FRAME = 0  # 48 bytes: an aligned copy of a frame header
+PORT_NSOCKETS = 48
+PORT_HASH, PORT_HASH_MASK = 56, 64  # table of (connection, flow), entries - 1
+PORT_PROTECTION = 72
+PROTECT_NONE, PROTECT_MAC, PROTECT_AEAD = 0, 1, 2
+PORT_STRANGERS, PORT_OVERFLOWS = 80, 88  # packets without a valid tag; of full socket buffers
+PORT_SENDS, PORT_RECEIVES = 96, 104  # system calls
+PORT_DROPPED = 112  # packets that the kernel did not take
+#: Functions of libcrypto: encrypt init, update, final; decrypt init, update, final; ctrl.
+PORT_CRYPTO = 120
+PORT_OUT, PORT_BUFFER, PORT_VECTORS, PORT_SCRATCH = 176, 184, 192, 200  # addresses
+PORT_TIMEOUT = 208  # struct timespec
+PORT_NONCE, PORT_TAG, PORT_INT = 224, 240, 256
+PORT_SOCKETS = 264  # fd, readable
+SOCKET_FD, SOCKET_READABLE, SOCKET_OVERFLOW, SOCKET_BYTES = 0, 8, 16, 24
+PORT_MESSAGE = PORT_SOCKETS + SOCKET_BYTES * MAX_PATHS  # struct msghdr
+PORT_NAME = PORT_MESSAGE + 56
+PORT_VECTOR = PORT_NAME + 128
+PORT_CONTROL = PORT_VECTOR + 16
+CONTROL_BYTES = 256
+PORT_GROUPS = PORT_CONTROL + CONTROL_BYTES
+#: Packets of equal size for one system call: packets, bytes of each, bytes in total, iovecs, bytes
+#: of scratch memory, 1 after a shorter packet, then the first iovec of each packet.
+GROUP_COUNT, GROUP_SIZE, GROUP_TOTAL, GROUP_VECTORS, GROUP_SCRATCH, GROUP_CLOSED = (
+    0,
+    8,
+    16,
+    24,
+    32,
+    40,
+)
+GROUP_FIRST = 48
+MAX_GROUP = 64
+GROUP_BYTES = GROUP_FIRST + 8 * (MAX_GROUP + 1)
+PORT_BYTES = PORT_GROUPS + GROUP_BYTES * MAX_PATHS
+#: Per path: iovecs of a group, and memory for headers, tags and ciphertext.
+VECTORS_PER_PATH, SCRATCH_PER_PATH = 1024, 1 << 18
+BUFFER_BYTES = 1 << 16
 
 # ---- event log of tests
 

@@ -6,6 +6,7 @@ from miraccl.native.intrinsics import inline, load, store, store8, store32, stor
 from miraccl.proxy.kernels import flow_layout as layout
 from miraccl.proxy.kernels import link_layout, ranges
 from miraccl.proxy.kernels.flow_path import (
+    REMEMBERED,
     expected_finish,
     has_room,
     on_sent,
@@ -321,7 +322,7 @@ def probe_packet(flow: int, now: int, path: int, out: int) -> int:
 @inline
 def sent_record(path: int, position: int) -> int:
     """Address of a remembered packet."""
-    from_start = (position & (layout.REMEMBERED - 1)) * layout.SENT_BYTES
+    from_start = (position & (REMEMBERED - 1)) * layout.SENT_BYTES
     return path + layout.PATH_SENT + from_start
 
 

@@ -35,6 +35,7 @@ MAX_VECTOR = 32
 ENGINE_EVENTS = ENGINE_VECTORS + 16 * MAX_VECTOR  # MAX_EVENTS struct epoll_event of 12 bytes
 MAX_EVENTS = 64
 ENGINE_WORD = ENGINE_EVENTS + 12 * MAX_EVENTS  # scratch word (8-byte aligned: 12 * 64 = 768)
+ENGINE_PORT = 2048  # address of the sockets and buffers of datagrams
 ENGINE_BYTES = 4096
 
 # ---- link
@@ -63,6 +64,7 @@ LINK_ENGINE = 352
 LINK_TEXT_BYTES = 360
 LINK_TEXT = 368  # MAX_TEXT_BYTES of a peer's ABORT
 LINK_SPREAD = 608  # small frames go to the least loaded stream
+LINK_FLOW = 616  # address of the datagram flow that carries the frames
 LINK_CONTROL = 640  # ring of control frames to send
 CONTROL_BYTES, NCONTROL = 32, 64
 CONTROL_KIND, CONTROL_MESSAGE, CONTROL_SIGNATURE, CONTROL_NBYTES = 0, 8, 16, 24

@@ -1,0 +1,287 @@
+"""The datagram engine: one compiled thread per rank that moves messages over UDP.
+
+It is the progress engine (``proxy.engine``) with another loop: links are the same, and their frames
+travel over compiled flows (``wire.datagram``) on sockets that all peers share.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import select
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from miraccl import native
+from miraccl.native.crypto import AesGcm, addresses
+from miraccl.proxy.datagram_driver import NSTREAMS, flow_config, now_ns
+from miraccl.proxy.engine import EngineLink, ProgressEngine, register_descriptor, write_link
+from miraccl.proxy.flow_memory import FlowMemory
+from miraccl.proxy.kernels import flow_layout, link_layout
+from miraccl.transport.base import DatagramConnection, DatagramPath, NetConnection
+from miraccl.transport.fifo import PrivateMemory, memory_at
+from miraccl.wire.datagram.packets import MAX_PATHS
+from miraccl.wire.datagram.seal import Protection
+from miraccl.wire.proxy_records import CLOSED_WITHOUT_CLOSE_FRAME, LinkConfig, Loss, LossKind
+from miraccl.wire.stream import MAX_TEXT_BYTES
+
+#: Largest segment of a message: the ranges of one segment that loss leaves are bounded.
+SEGMENT_BYTES = 1 << 20
+_CRYPTO = (
+    "EVP_EncryptInit_ex",
+    "EVP_EncryptUpdate",
+    "EVP_EncryptFinal_ex",
+    "EVP_DecryptInit_ex",
+    "EVP_DecryptUpdate",
+    "EVP_DecryptFinal_ex",
+    "EVP_CIPHER_CTX_ctrl",
+)
+_PROTECTIONS = {
+    Protection.NONE: flow_layout.PROTECT_NONE,
+    Protection.MAC: flow_layout.PROTECT_MAC,
+    Protection.AEAD: flow_layout.PROTECT_AEAD,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathReport:
+    """State of one path to a peer; times in ns, sizes in bytes, counts since the start.
+
+    Attributes:
+        state: Value of ``PathState``.
+        window, rate: Congestion window, and pacing rate in bytes per second.
+        resent: Packets declared lost and not only late.
+        gso: False if the interface refuses UDP_SEGMENT.
+    """
+
+    peer: int
+    path: int
+    local: str
+    remote: str
+    state: str
+    rtt: int
+    min_rtt: int
+    window: int
+    rate: int
+    in_flight: int
+    mtu: int
+    sent_packets: int
+    sent_bytes: int
+    received_packets: int
+    received_bytes: int
+    resent: int
+    spurious: int
+    send_errors: int
+    last_errno: int
+    gso: bool
+
+
+@dataclass(eq=False, kw_only=True)
+class DatagramLink(EngineLink):
+    """One peer: its link and flow; the sockets belong to the transport."""
+
+    flow: FlowMemory
+    ciphers: tuple[AesGcm, AesGcm]
+    abort: Any = field(repr=False)
+    aborted: bool = False
+
+    def close(self) -> None:
+        """End the link; a peer that is not closing itself learns of it. Idempotent."""
+        if not self.closed and not self.aborted and self.alive:
+            self.send_abort(CLOSED_WITHOUT_CLOSE_FRAME)
+        self.closed = True
+
+    def send_abort(self, text: str) -> None:
+        """Send the reason on every path, once: nothing acknowledges it."""
+        data = text.encode()[:MAX_TEXT_BYTES]
+        buffer = ctypes.create_string_buffer(data, len(data) + 1)
+        self.abort(self.flow.address, ctypes.addressof(buffer), len(data))
+        self.aborted = True
+
+    def loss(self) -> Loss:
+        """Return why the link ended."""
+        loss = super().loss()
+        if loss.kind is LossKind.ABORTED and loss.detail.endswith(CLOSED_WITHOUT_CLOSE_FRAME):
+            return Loss(LossKind.RESET, CLOSED_WITHOUT_CLOSE_FRAME)
+        return loss
+
+
+class DatagramEngine(ProgressEngine):
+    """Moves messages for one rank over UDP; see ``ProgressEngine``."""
+
+    kernel = "miraccl.proxy.kernels.datagram_engine"
+
+    def _prepare(self, library: native.CodeLibrary) -> None:
+        self._library = library
+        kind = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)
+        self._abort_flow = kind(library.address(native.PREFIX + "abort_flow"))
+        self._sockets: Sequence[socket.socket] = ()
+        self._hash = PrivateMemory(4096)
+        sizes = (
+            (flow_layout.PORT_OUT, flow_layout.OUT_BYTES),
+            (flow_layout.PORT_BUFFER, flow_layout.BUFFER_BYTES + 4096),
+            (flow_layout.PORT_VECTORS, 16 * flow_layout.VECTORS_PER_PATH * MAX_PATHS),
+            (flow_layout.PORT_SCRATCH, flow_layout.SCRATCH_PER_PATH * MAX_PATHS),
+        )
+        self._port = PrivateMemory(flow_layout.PORT_BYTES)
+        self._buffers = [PrivateMemory(size) for _, size in sizes]
+        for (offset, _), memory in zip(sizes, self._buffers, strict=True):
+            self._store_port(offset, memory.address)
+        self._store_port(flow_layout.PORT_HASH, self._hash.address)
+        self._set(link_layout.ENGINE_PORT, self._port.address)
+
+    def reached(self, peer: int) -> bool:
+        """Return True once a path to the peer has carried a packet and its acknowledgement."""
+        link = self._links.get(peer)
+        return isinstance(link, DatagramLink) and link.flow.word(flow_layout.FLOW_REACHED) != 0
+
+    def paths(self) -> list[PathReport]:
+        """Return the state of all paths; any thread may ask."""
+        return [
+            _report(link, index, path)
+            for link in list(self._links.values())
+            if isinstance(link, DatagramLink) and isinstance(link.connection, DatagramConnection)
+            for index, path in enumerate(link.connection.paths)
+        ]
+
+    @property
+    def strangers(self) -> int:
+        """Number of packets without a valid tag."""
+        return self._word(flow_layout.PORT_STRANGERS)
+
+    # --- the thread
+
+    def _new_link(self, connection: NetConnection) -> EngineLink:
+        assert isinstance(connection, DatagramConnection)
+        self._open_port(connection)
+        config = LinkConfig(
+            nstreams=NSTREAMS,
+            send_slot_bytes=connection.peer_slot_bytes,
+            recv_slot_bytes=connection.pair.recv.slot_bytes,
+            segment_bytes=min(self._segment_bytes, SEGMENT_BYTES),
+            spread=True,
+        )
+        memory = PrivateMemory(link_layout.link_bytes(NSTREAMS))
+        write_link(memory.address, config)
+        flow = FlowMemory(flow_config(connection), memory.address, self._library.address)
+        ciphers = AesGcm(connection.send_key), AesGcm(connection.recv_key)
+        flow.store(flow_layout.FLOW_PORT, self._port.address)
+        flow.store(flow_layout.FLOW_SEAL, ciphers[0].prepared(sealing=True))
+        flow.store(flow_layout.FLOW_OPEN, ciphers[1].prepared(sealing=False))
+        for index, path in enumerate(connection.paths):
+            self._write_address(flow, index, path)
+        link = DatagramLink(
+            connection,
+            memory,
+            self._port,
+            self._free_entry(),
+            flow=flow,
+            ciphers=ciphers,
+            abort=self._abort_flow,
+        )
+        self._write_memory(link)
+        link.store(link_layout.LINK_FLOW, flow.address)
+        flow.validate_paths(now_ns())
+        self._set_entry(link.index, memory.address)
+        self._write_hash([*self._datagram_links(), link])
+        return link
+
+    def _open_port(self, connection: DatagramConnection) -> None:
+        """Watch the sockets of the transport, once."""
+        if self._sockets:
+            return
+        self._sockets = connection.streams
+        functions = addresses()
+        for i, name in enumerate(_CRYPTO):
+            self._store_port(flow_layout.PORT_CRYPTO + 8 * i, functions[name])
+        protection = _PROTECTIONS[Protection(connection.options.protection)]
+        self._store_port(flow_layout.PORT_PROTECTION, protection)
+        for i, sock in enumerate(self._sockets):
+            at = flow_layout.PORT_SOCKETS + i * flow_layout.SOCKET_BYTES
+            self._store_port(at + flow_layout.SOCKET_FD, sock.fileno())
+            self._store_port(at + flow_layout.SOCKET_READABLE, 1)
+            register_descriptor(
+                self._epoll.fileno(), sock.fileno(), select.EPOLLIN | select.EPOLLET, i
+            )
+        self._store_port(flow_layout.PORT_NSOCKETS, len(self._sockets))
+
+    def _write_address(self, flow: FlowMemory, index: int, path: DatagramPath) -> None:
+        address = socket_address(path.host, path.port)
+        flow.write_path(index, flow_layout.PATH_ADDRESS, address)
+        flow.store_path(index, flow_layout.PATH_ADDRESS_BYTES, len(address))
+        flow.store_path(index, flow_layout.PATH_SOCKET, path.socket)
+
+    def _datagram_links(self) -> list[DatagramLink]:
+        return [link for link in self._links.values() if isinstance(link, DatagramLink)]
+
+    def _write_hash(self, links: Sequence[DatagramLink]) -> None:
+        """Write the table from connection numbers to flows, at most half full."""
+        entries = 16
+        while entries < 2 * len(links):
+            entries *= 2
+        rows = [(0, 0)] * entries
+        for link in links:
+            number = link.flow.config.connection
+            at = number & (entries - 1)
+            while rows[at][1]:
+                at = (at + 1) & (entries - 1)
+            rows[at] = number, link.flow.address
+        table = PrivateMemory(16 * entries)
+        for i, row in enumerate(rows):
+            memory_at(table.address + 16 * i, 16)[:] = struct.pack("<2q", *row)
+        self._store_port(flow_layout.PORT_HASH, table.address)
+        self._store_port(flow_layout.PORT_HASH_MASK, entries - 1)
+        self._hash = table
+
+    def _remove(self, peers: Sequence[int]) -> None:
+        super()._remove(peers)
+        self._write_hash(self._datagram_links())
+
+    def _store_port(self, offset: int, value: int) -> None:
+        memory_at(self._port.address + offset, 8)[:] = struct.pack("<q", value)
+
+    def _word(self, offset: int) -> int:
+        return int(struct.unpack("<q", memory_at(self._port.address + offset, 8))[0])
+
+
+def socket_address(host: str, port: int) -> bytes:
+    """Return struct sockaddr_in or sockaddr_in6 (ip(7), ipv6(7))."""
+    if ":" in host:
+        family = struct.pack("=H", socket.AF_INET6)
+        where = struct.pack("!HI", port, 0) + socket.inet_pton(socket.AF_INET6, host)
+        return family + where + bytes(4)
+    family = struct.pack("=H", socket.AF_INET)
+    return family + struct.pack("!H", port) + socket.inet_aton(host) + bytes(8)
+
+
+def _report(link: DatagramLink, index: int, path: DatagramPath) -> PathReport:
+    def word(offset: int) -> int:
+        return link.flow.path(index, offset)
+
+    sock = link.connection.streams[path.socket]
+    window, smoothed = word(flow_layout.PATH_CONTROL), word(flow_layout.PATH_SMOOTHED)
+    rate = word(flow_layout.PATH_CONTROL + 8) or window * 1_000_000_000 // max(1, smoothed)
+    return PathReport(
+        peer=link.connection.peer,
+        path=index,
+        local=":".join(map(str, sock.getsockname()[:2])) if sock.fileno() >= 0 else "",
+        remote=f"{path.host}:{path.port}",
+        state=flow_layout.STATES[word(flow_layout.PATH_STATE)].value,
+        rtt=smoothed,
+        min_rtt=word(flow_layout.PATH_MINIMUM),
+        window=window,
+        rate=rate,
+        in_flight=word(flow_layout.PATH_IN_FLIGHT),
+        mtu=word(flow_layout.PATH_MTU),
+        sent_packets=word(flow_layout.PATH_SENT_PACKETS),
+        sent_bytes=word(flow_layout.PATH_SENT_BYTES),
+        received_packets=word(flow_layout.PATH_RECEIVED_PACKETS),
+        received_bytes=word(flow_layout.PATH_RECEIVED_BYTES),
+        resent=word(flow_layout.PATH_LOST_PACKETS),
+        spurious=word(flow_layout.PATH_SPURIOUS),
+        send_errors=word(flow_layout.PATH_SEND_ERRORS),
+        last_errno=word(flow_layout.PATH_LAST_ERRNO),
+        gso=not word(flow_layout.PATH_NO_GSO),
+    )

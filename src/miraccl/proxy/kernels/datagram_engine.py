@@ -1,0 +1,224 @@
+"""Kernel source: the loop of the datagram engine, which runs without the interpreter's lock.
+
+Like ``progress_engine``, with flows over shared UDP sockets instead of TCP streams: it receives,
+scans the FIFOs, handles timers and sends, and sleeps until a socket, the doorbell or a timer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from miraccl.native.intrinsics import (
+    exchange,
+    inline,
+    load,
+    load32,
+    memcpy,
+    pause,
+    sched_yield,
+    store,
+    store8,
+    syscall,
+)
+from miraccl.proxy.kernels import flow_layout
+from miraccl.proxy.kernels import link_layout as layout
+from miraccl.proxy.kernels.datagram_io import (
+    build,
+    flush,
+    now_ns,
+    receive_sockets,
+    send_flow,
+)
+from miraccl.proxy.kernels.flow_path import path_of
+from miraccl.proxy.kernels.flow_receive import KIND_ABORT, flow_on_timer
+from miraccl.proxy.kernels.flow_send import finish as finish_packet
+from miraccl.proxy.kernels.flow_send import flow_timer
+from miraccl.proxy.kernels.link import advance, all_closed
+from miraccl.proxy.kernels.link_io import scan
+from miraccl.proxy.kernels.link_send import alive, on_written, stream_of
+from miraccl.proxy.kernels.progress_engine import (
+    DOORBELL_DATA,
+    EVENT_BYTES,
+    EVENT_DATA,
+    SYS_READ,
+    close_link,
+    link_at,
+    needs_python,
+    wake_executor,
+)
+from miraccl.wire.datagram.control import CONTROLLERS
+from miraccl.wire.datagram.packets import ABORT_BYTES, HEADER_BYTES, TAG_BYTES
+
+SYS_EPOLL_PWAIT2 = 441
+#: Probe timeouts after which a CLOSE counts as received by a peer that has closed as well.
+CLOSE_TIMEOUTS = 3
+#: Copies of the last acknowledgements, which nothing can ask for again.
+LAST_COPIES = 3
+
+
+@inline
+def poll(engine: int, port: int, nanoseconds: int) -> int:
+    """Read the events of sockets and of the doorbell; wait for at most ``nanoseconds``, or
+    without limit if that is negative.
+    """
+    events = engine + layout.ENGINE_EVENTS
+    most = layout.MAX_EVENTS * 12 // EVENT_BYTES
+    timeout = 0
+    if nanoseconds >= 0:
+        timeout = port + flow_layout.PORT_TIMEOUT
+        store(timeout, nanoseconds // 1000000000)
+        store(timeout + 8, nanoseconds % 1000000000)
+    count = syscall(
+        SYS_EPOLL_PWAIT2, load(engine + layout.ENGINE_EPOLL), events, most, timeout, 0, 8
+    )
+    for i in range(count):
+        event = events + i * EVENT_BYTES
+        data = load32(event + EVENT_DATA) & 0xFFFFFFFF
+        if data == DOORBELL_DATA:
+            word = engine + layout.ENGINE_WORD
+            syscall(SYS_READ, load(engine + layout.ENGINE_DOORBELL), word, 8, 0, 0, 0)
+        else:
+            socket = port + flow_layout.PORT_SOCKETS + data * flow_layout.SOCKET_BYTES
+            store(socket + flow_layout.SOCKET_READABLE, 1)
+    return count
+
+
+@inline
+def give_up_close(flow: int, link: int) -> None:
+    """Count CLOSE frames as received if the peer has closed too and answers no longer."""
+    if load(link + layout.LINK_STATE) != layout.STATE_CLOSING or not all_closed(link):
+        return
+    timeouts = 0
+    for index in range(load(flow + flow_layout.FLOW_NPATHS)):
+        timeouts = max(timeouts, load(path_of(flow, index) + flow_layout.PATH_TIMEOUTS))
+    if timeouts >= CLOSE_TIMEOUTS:
+        for index in range(load(link + layout.LINK_NSTREAMS)):
+            on_written(link, index, load(stream_of(link, index) + layout.STREAM_COUNT))
+        advance(link)
+
+
+@inline
+def say_goodbye(port: int, flow: int) -> None:
+    """Repeat the acknowledgements of a link that has ended."""
+    store(flow + flow_layout.FLOW_GOODBYE, 1)
+    for _ in range(LAST_COPIES):
+        for index in range(load(flow + flow_layout.FLOW_NPATHS)):
+            path = path_of(flow, index)
+            if load(path + flow_layout.PATH_NUMBERS) != 0:
+                store(path + flow_layout.PATH_PENDING, 1)
+                store(path + flow_layout.PATH_DUE, 0)
+        send_flow(port, flow)
+
+
+@inline
+def advance_flow(port: int, flow: int, link: int) -> bool:
+    """Handle timers and send; return True if there may be more to send at once."""
+    now = now_ns(port)
+    due = flow_timer(flow, now)
+    if due != 0 and due <= now:
+        flow_on_timer(flow, now)
+    more = send_flow(port, flow)
+    give_up_close(flow, link)
+    return more
+
+
+@inline
+def next_timer(engine: int, now: int) -> int:
+    """Return the nanoseconds until the next timer, -1 without one."""
+    soonest = 0
+    for i in range(load(engine + layout.ENGINE_NLINKS)):
+        link = link_at(engine, i)
+        if link != 0 and alive(link):
+            at = flow_timer(load(link + layout.LINK_FLOW), now)
+            if at != 0 and (soonest == 0 or at < soonest):
+                soonest = at
+    return -1 if soonest == 0 else max(0, soonest - now)
+
+
+@inline
+def advance_links(engine: int, port: int) -> bool:
+    """Advance every link; return True if one was busy."""
+    busy = False
+    for i in range(load(engine + layout.ENGINE_NLINKS)):
+        link = link_at(engine, i)
+        if link != 0:
+            flow = load(link + layout.LINK_FLOW)
+            if alive(link):
+                if scan(link):
+                    busy = True
+                if advance_flow(port, flow, link):
+                    busy = True
+            finished = load(link + layout.LINK_STATE) == layout.STATE_FINISHED
+            if finished and load(flow + flow_layout.FLOW_GOODBYE) == 0:
+                say_goodbye(port, flow)
+    return busy
+
+
+def run(engine: int, unused: int) -> int:
+    """Advance all links until Python is needed."""
+    port, idle_since = load(engine + layout.ENGINE_PORT), 0
+    while True:
+        store(engine + layout.ENGINE_ROUNDS, load(engine + layout.ENGINE_ROUNDS) + 1)
+        busy = receive_sockets(port)
+        if advance_links(engine, port):
+            busy = True
+        wake_executor(engine)
+        if needs_python(engine):
+            return 0
+        if busy or poll(engine, port, 0) > 0:
+            idle_since = 0
+            if busy:
+                poll(engine, port, 0)
+        else:
+            now = now_ns(port)
+            if idle_since == 0:
+                idle_since = now
+            if now - idle_since < load(engine + layout.ENGINE_SPIN_NS):
+                pause()
+                sched_yield()
+            else:
+                sleep(engine, port)
+                idle_since = 0
+
+
+@inline
+def sleep(engine: int, port: int) -> None:
+    """Sleep until a socket, the doorbell or a timer, unless a last scan finds something."""
+    asleep = load(engine + layout.ENGINE_ASLEEP)
+    exchange(asleep, 1)
+    found = needs_python(engine)
+    for i in range(load(engine + layout.ENGINE_NLINKS)):
+        link = link_at(engine, i)
+        if link != 0 and scan(link):
+            found = True
+    if not found:
+        timeout = next_timer(engine, now_ns(port))
+        if timeout != 0:
+            poll(engine, port, timeout)
+    exchange(asleep, 0)
+
+
+def abort_flow(flow: int, text: int, length: int) -> int:
+    """Send the reason for the end on every path."""
+    port = load(flow + flow_layout.FLOW_PORT)
+    out = load(port + flow_layout.PORT_OUT)
+    for index in range(load(flow + flow_layout.FLOW_NPATHS)):
+        control = out + flow_layout.OUT_CONTROL
+        store8(control, KIND_ABORT)
+        store8(control + 1, length)
+        memcpy(control + ABORT_BYTES, text, length)
+        store(out + flow_layout.OUT_NCONTROL, ABORT_BYTES + length)
+        store(out + flow_layout.OUT_NSEGMENTS, 0)
+        size = HEADER_BYTES + ABORT_BYTES + length + TAG_BYTES
+        finish_packet(path_of(flow, index), size, out)
+        build(port, flow)
+        flush(port, flow, index)
+    return 0
+
+
+EXPORTS: dict[str, Any] = {"run": run, "close_link": close_link, "abort_flow": abort_flow}
+for _name, _controller in CONTROLLERS.items():
+    EXPORTS[f"{_name}_acked"] = _controller.acked
+    EXPORTS[f"{_name}_lost"] = _controller.lost
+    EXPORTS[f"{_name}_timeout"] = _controller.timeout
+    EXPORTS[f"{_name}_undo"] = _controller.undo

@@ -1,0 +1,424 @@
+"""Kernel source: packets of flows on UDP sockets.
+
+Sending: packets of equal size on one path become one ``sendmsg`` with UDP_SEGMENT, whose iovecs
+point at headers and tags in scratch memory and at payload in the executor's memory.  Receiving: one
+``recvmsg`` takes what the kernel has aggregated (UDP_GRO); the tag is checked before anything else
+of a packet is looked at.
+"""
+
+from __future__ import annotations
+
+import platform
+
+from miraccl.native.intrinsics import (
+    call6,
+    clock_gettime,
+    inline,
+    load,
+    load8,
+    load32,
+    load_unaligned,
+    memcpy,
+    store,
+    store8,
+    store32,
+    store_unaligned,
+    syscall,
+)
+from miraccl.proxy.kernels import flow_layout as layout
+from miraccl.proxy.kernels import link_layout
+from miraccl.proxy.kernels.flow_path import path_of
+from miraccl.proxy.kernels.flow_receive import KIND_DATA, KIND_HEADED, receive
+from miraccl.proxy.kernels.flow_send import FRAME_BYTES, head_of, next_packet
+from miraccl.proxy.kernels.link_io import EINTR, SYS_RECVMSG, SYS_SENDMSG, last_errno
+from miraccl.wire.datagram.packets import DATA_BYTES, HEADER_BYTES, MIN_MTU, TAG_BYTES, VERSION
+
+SYS_PPOLL = 73 if platform.machine() == "aarch64" else 271
+MSG_DONTWAIT, MSG_NOSIGNAL = 0x40, 0x4000
+POLLOUT = 4
+EIO, EAGAIN, EINVAL, EMSGSIZE, ENOBUFS = 5, 11, 22, 90, 105
+#: linux/udp.h, in.h, in6.h, asm-generic/socket.h.
+SOL_SOCKET, SOL_IP, SOL_IPV6, SOL_UDP = 1, 0, 41, 17
+UDP_SEGMENT, UDP_GRO, IP_TOS, IPV6_TCLASS, SO_RXQ_OVFL = 103, 104, 1, 67, 40
+CMSG_HEADER = 16
+ECN_MASK, ECN_CE = 3, 3
+#: openssl/evp.h
+GET_TAG, SET_TAG = 0x10, 0x11
+#: Bytes of one call with UDP_SEGMENT (an IPv4 packet's limit), and of payload worth an iovec.
+MAX_CALL_BYTES = 65_000
+COPY_BYTES = 256
+#: Time to wait for room in the socket's send buffer before packets count as lost.
+SEND_WAIT_NS = 2_000_000
+#: Calls per socket and packets per flow in one round.
+RECEIVES_PER_ROUND, PACKETS_PER_ROUND = 16, 128
+
+
+@inline
+def now_ns(port: int) -> int:
+    """CLOCK_MONOTONIC in ns."""
+    clock_gettime(1, port + layout.PORT_TIMEOUT)
+    return load(port + layout.PORT_TIMEOUT) * 1000000000 + load(port + layout.PORT_TIMEOUT + 8)
+
+
+# ---- protection
+
+
+@inline
+def set_nonce(port: int, packet: int) -> int:
+    """Return the address of a packet's nonce: its path, three zero bytes, its number."""
+    nonce = port + layout.PORT_NONCE
+    store32(nonce, load8(packet + 1))
+    store_unaligned(nonce + 4, load_unaligned(packet + 8))
+    return nonce
+
+
+@inline
+def crypto(port: int, function: int, context: int, a: int, b: int, c: int, d: int) -> int:
+    """Call a function of libcrypto; return its int result."""
+    address = load(port + layout.PORT_CRYPTO + 8 * function)
+    return call6(address, context, a, b, c, d, 0) & 0xFFFFFFFF
+
+
+@inline
+def seal_mac(port: int, context: int, packet: int, group: int, vectors: int, tag: int) -> None:
+    """Write the tag over all iovecs of the last packet of a group."""
+    crypto(port, 0, context, 0, 0, 0, set_nonce(port, packet))
+    first = load(group + layout.GROUP_FIRST + 8 * load(group + layout.GROUP_COUNT))
+    for i in range(first, load(group + layout.GROUP_VECTORS)):
+        vector = vectors + 16 * i
+        size = load(vector + 8)
+        if i + 1 == load(group + layout.GROUP_VECTORS):
+            size -= TAG_BYTES
+        crypto(port, 1, context, 0, port + layout.PORT_INT, load(vector), size)
+    crypto(port, 2, context, port + layout.PORT_TAG, port + layout.PORT_INT, 0, 0)
+    crypto(port, 6, context, GET_TAG, TAG_BYTES, tag, 0)
+
+
+@inline
+def seal_aead(port: int, context: int, packet: int, size: int) -> None:
+    """Encrypt a contiguous packet in place and append its tag."""
+    integer, body = port + layout.PORT_INT, packet + HEADER_BYTES
+    crypto(port, 0, context, 0, 0, 0, set_nonce(port, packet))
+    crypto(port, 1, context, 0, integer, packet, HEADER_BYTES)
+    crypto(port, 1, context, body, integer, body, size - HEADER_BYTES - TAG_BYTES)
+    crypto(port, 2, context, port + layout.PORT_TAG, integer, 0, 0)
+    crypto(port, 6, context, GET_TAG, TAG_BYTES, packet + size - TAG_BYTES, 0)
+
+
+@inline
+def is_authentic(port: int, flow: int, packet: int, size: int) -> bool:
+    """Check the tag of a received packet; decrypt it in place where it is encrypted."""
+    mode, context = load(port + layout.PORT_PROTECTION), load(flow + layout.FLOW_OPEN)
+    if mode == layout.PROTECT_NONE:
+        return True
+    integer, tag = port + layout.PORT_INT, packet + size - TAG_BYTES
+    clear = size - TAG_BYTES if mode == layout.PROTECT_MAC else HEADER_BYTES
+    crypto(port, 3, context, 0, 0, 0, set_nonce(port, packet))
+    crypto(port, 4, context, 0, integer, packet, clear)
+    if mode == layout.PROTECT_AEAD:
+        body = packet + HEADER_BYTES
+        crypto(port, 4, context, body, integer, body, size - HEADER_BYTES - TAG_BYTES)
+    crypto(port, 6, context, SET_TAG, TAG_BYTES, tag, 0)
+    return crypto(port, 5, context, port + layout.PORT_TAG, integer, 0, 0) == 1
+
+
+# ---- sending
+
+
+@inline
+def group_of(port: int, index: int) -> int:
+    """Address of the group of packets of a path."""
+    return port + layout.PORT_GROUPS + index * layout.GROUP_BYTES
+
+
+@inline
+def vectors_of(port: int, index: int) -> int:
+    """Address of the iovecs of a path's group."""
+    return load(port + layout.PORT_VECTORS) + index * layout.VECTORS_PER_PATH * 16
+
+
+@inline
+def add_bytes(group: int, vectors: int, address: int, size: int) -> None:
+    """Append bytes to a group, extending the last iovec of this packet if they follow it."""
+    count = load(group + layout.GROUP_VECTORS)
+    first = load(group + layout.GROUP_FIRST + 8 * load(group + layout.GROUP_COUNT))
+    if count > first:
+        last = vectors + 16 * (count - 1)
+        if load(last) + load(last + 8) == address:
+            store(last + 8, load(last + 8) + size)
+            return
+    store(vectors + 16 * count, address)
+    store(vectors + 16 * count + 8, size)
+    store(group + layout.GROUP_VECTORS, count + 1)
+
+
+@inline
+def write_segment(flow: int, segment: int, group: int, vectors: int, at: int, copies: bool) -> int:
+    """Append a data record to a packet; return the end of its scratch memory."""
+    index, frame, offset = load(segment), load(segment + 8), load(segment + 16)
+    length, headed = load(segment + 24), load(segment + 32)
+    head = head_of(flow, index)
+    store8(at, KIND_HEADED if headed != 0 else KIND_DATA)
+    store8(at + 1, index)
+    store32(at + 2, frame)
+    store32(at + 6, offset)
+    store8(at + 10, length)
+    store8(at + 11, length >> 8)
+    used = DATA_BYTES
+    if headed != 0:
+        memcpy(at + used, head + link_layout.ENTRY_HEADER, FRAME_BYTES)
+        used += FRAME_BYTES
+    payload = load(head + link_layout.ENTRY_PAYLOAD) + offset
+    if copies or length <= COPY_BYTES:
+        memcpy(at + used, payload, length)
+        add_bytes(group, vectors, at, used + length)
+        return at + used + length
+    add_bytes(group, vectors, at, used)
+    add_bytes(group, vectors, payload, length)
+    return at + used
+
+
+@inline
+def build(port: int, flow: int) -> None:
+    """Append the packet in ``PORT_OUT`` to the group of its path; send the group if it is full."""
+    out = load(port + layout.PORT_OUT)
+    index, size = load(out + layout.OUT_PATH), load(out + layout.OUT_SIZE)
+    group, vectors = group_of(port, index), vectors_of(port, index)
+    path = path_of(flow, index)
+    if must_flush(group, size) or load(path + layout.PATH_NO_GSO) != 0:
+        flush(port, flow, index)
+    count = load(group + layout.GROUP_COUNT)
+    if count == 0:
+        store(group + layout.GROUP_SIZE, size)
+    store(group + layout.GROUP_FIRST + 8 * count, load(group + layout.GROUP_VECTORS))
+    mode = load(port + layout.PORT_PROTECTION)
+    packet = load(port + layout.PORT_SCRATCH) + index * layout.SCRATCH_PER_PATH
+    packet += load(group + layout.GROUP_SCRATCH)
+    store_unaligned(packet, VERSION << 4 | index << 8)
+    store32(packet + 4, load(flow + layout.FLOW_PEER_CONNECTION))
+    store_unaligned(packet + 8, load(out + layout.OUT_NUMBER))
+    control = load(out + layout.OUT_NCONTROL)
+    memcpy(packet + HEADER_BYTES, out + layout.OUT_CONTROL, control)
+    at = packet + HEADER_BYTES + control
+    add_bytes(group, vectors, packet, at - packet)
+    for i in range(load(out + layout.OUT_NSEGMENTS)):
+        segment = out + layout.OUT_SEGMENTS + i * layout.SEGMENT_BYTES
+        at = write_segment(flow, segment, group, vectors, at, mode == layout.PROTECT_AEAD)
+    add_bytes(group, vectors, at, TAG_BYTES)
+    context = load(flow + layout.FLOW_SEAL)
+    if mode == layout.PROTECT_MAC:
+        seal_mac(port, context, packet, group, vectors, at)
+    elif mode == layout.PROTECT_AEAD:
+        seal_aead(port, context, packet, size)
+    else:
+        store_unaligned(at, 0)
+        store_unaligned(at + 8, 0)
+    scratch = load(group + layout.GROUP_SCRATCH) + at - packet + TAG_BYTES
+    store(group + layout.GROUP_SCRATCH, (scratch + 15) // 16 * 16)
+    store(group + layout.GROUP_COUNT, count + 1)
+    store(group + layout.GROUP_TOTAL, load(group + layout.GROUP_TOTAL) + size)
+    if size < load(group + layout.GROUP_SIZE):
+        store(group + layout.GROUP_CLOSED, 1)
+
+
+@inline
+def must_flush(group: int, size: int) -> bool:
+    """Return True if a packet of ``size`` bytes does not fit into the group."""
+    count = load(group + layout.GROUP_COUNT)
+    if count == 0:
+        return False
+    if load(group + layout.GROUP_CLOSED) != 0 or size > load(group + layout.GROUP_SIZE):
+        return True
+    if count >= layout.MAX_GROUP or load(group + layout.GROUP_TOTAL) + size > MAX_CALL_BYTES:
+        return True
+    if load(group + layout.GROUP_VECTORS) + 20 > layout.VECTORS_PER_PATH:
+        return True
+    return load(group + layout.GROUP_SCRATCH) + (size << 1) + 4096 > layout.SCRATCH_PER_PATH
+
+
+@inline
+def flush(port: int, flow: int, index: int) -> None:
+    """Send the packets of a path's group."""
+    group = group_of(port, index)
+    count = load(group + layout.GROUP_COUNT)
+    if count == 0:
+        return
+    path = path_of(flow, index)
+    size = load(group + layout.GROUP_SIZE)
+    errno = 0
+    if count > 1:
+        errno = send_vectors(port, path, index, 0, load(group + layout.GROUP_VECTORS), size)
+        if errno == EIO or errno == EINVAL:  # this interface refuses UDP_SEGMENT, for good
+            store(path + layout.PATH_NO_GSO, 1)
+    if count == 1 or errno == EIO or errno == EINVAL:
+        for i in range(count):
+            first = load(group + layout.GROUP_FIRST + 8 * i)
+            stop = load(group + layout.GROUP_VECTORS)
+            if i + 1 < count:
+                stop = load(group + layout.GROUP_FIRST + 8 * (i + 1))
+            errno = send_vectors(port, path, index, first, stop, 0)
+    if errno == 0:
+        sent = load(path + layout.PATH_SENT_BYTES) + load(group + layout.GROUP_TOTAL)
+        store(path + layout.PATH_SENT_BYTES, sent)
+    elif errno == EMSGSIZE:  # the interface carries less than it says
+        store(path + layout.PATH_MTU, MIN_MTU)
+    if errno != 0:  # the packets count as lost
+        store(port + layout.PORT_DROPPED, load(port + layout.PORT_DROPPED) + count)
+        store(path + layout.PATH_SEND_ERRORS, load(path + layout.PATH_SEND_ERRORS) + 1)
+        store(path + layout.PATH_LAST_ERRNO, errno)
+    for offset in range(0, layout.GROUP_FIRST, 8):
+        store(group + offset, 0)
+
+
+@inline
+def send_vectors(port: int, path: int, index: int, first: int, stop: int, segment: int) -> int:
+    """Send iovecs as one datagram, or as several of ``segment`` bytes; return 0 or errno."""
+    message = port + layout.PORT_MESSAGE
+    store(message, path + layout.PATH_ADDRESS)
+    store(message + 8, load(path + layout.PATH_ADDRESS_BYTES))
+    store(message + 16, vectors_of(port, index) + 16 * first)
+    store(message + 24, stop - first)
+    store(message + 32, 0)
+    store(message + 40, 0)
+    if segment != 0:
+        control = port + layout.PORT_CONTROL
+        store(control, CMSG_HEADER + 2)
+        store32(control + 8, SOL_UDP)
+        store32(control + 12, UDP_SEGMENT)
+        store(control + 16, segment)
+        store(message + 32, control)
+        store(message + 40, CMSG_HEADER + 8)
+    sockets = port + layout.PORT_SOCKETS
+    fd = load(sockets + load(path + layout.PATH_SOCKET) * layout.SOCKET_BYTES)
+    tries = 0
+    while True:
+        store(port + layout.PORT_SENDS, load(port + layout.PORT_SENDS) + 1)
+        if syscall(SYS_SENDMSG, fd, message, MSG_DONTWAIT | MSG_NOSIGNAL, 0, 0, 0) >= 0:
+            return 0
+        errno = last_errno()
+        tries += 1
+        if tries > 3 or (errno != EAGAIN and errno != ENOBUFS and errno != EINTR):
+            return errno
+        wait_writable(port, fd)
+
+
+@inline
+def wait_writable(port: int, fd: int) -> None:
+    """Wait a moment for room in a socket's send buffer."""
+    poll, timeout = port + layout.PORT_TAG, port + layout.PORT_TIMEOUT
+    store32(poll, fd)
+    store32(poll + 4, POLLOUT)
+    store(timeout, 0)
+    store(timeout + 8, SEND_WAIT_NS)
+    syscall(SYS_PPOLL, poll, 1, timeout, 0, 8, 0)
+
+
+@inline
+def send_flow(port: int, flow: int) -> bool:
+    """Send what a flow has to send; return True if there may be more."""
+    out, count = load(port + layout.PORT_OUT), 0
+    while count < PACKETS_PER_ROUND and next_packet(flow, now_ns(port), out) != 0:
+        build(port, flow)
+        count += 1
+    if count > 0:
+        for index in range(load(flow + layout.FLOW_NPATHS)):
+            flush(port, flow, index)
+    return count == PACKETS_PER_ROUND
+
+
+# ---- receiving
+
+
+@inline
+def flow_of(port: int, connection: int) -> int:
+    """Return the flow of a connection number, 0 for a stranger's."""
+    table, mask = load(port + layout.PORT_HASH), load(port + layout.PORT_HASH_MASK)
+    at = connection & mask
+    while load(table + 16 * at + 8) != 0:
+        if load(table + 16 * at) == connection:
+            return load(table + 16 * at + 8)
+        at = (at + 1) & mask
+    return 0
+
+
+@inline
+def on_datagram(port: int, packet: int, size: int, marked: int) -> None:
+    """Process one received packet; a stranger's costs one look or one tag check."""
+    flow = 0
+    if size >= HEADER_BYTES + TAG_BYTES:
+        flow = flow_of(port, load_unaligned(packet + 4) & 0xFFFFFFFF)
+    if flow == 0 or not is_authentic(port, flow, packet, size):
+        store(port + layout.PORT_STRANGERS, load(port + layout.PORT_STRANGERS) + 1)
+        return
+    link = load(flow + layout.FLOW_LINK)
+    if load(link + link_layout.LINK_STATE) > link_layout.STATE_CLOSING:
+        return
+    index = load8(packet + 1)
+    if index < load(flow + layout.FLOW_NPATHS):
+        path = path_of(flow, index)
+        received = load(path + layout.PATH_RECEIVED_PACKETS) + 1
+        store(path + layout.PATH_RECEIVED_PACKETS, received)
+        store(path + layout.PATH_RECEIVED_BYTES, load(path + layout.PATH_RECEIVED_BYTES) + size)
+    receive(flow, now_ns(port), packet, size - TAG_BYTES, marked)
+
+
+@inline
+def read_control(port: int, socket: int) -> tuple[int, int]:
+    """Return the segment size of a received super-packet, 0 for one packet, and its ECN mark."""
+    message = port + layout.PORT_MESSAGE
+    at, segment, marked = port + layout.PORT_CONTROL, 0, 0
+    stop = at + load(message + 40)
+    while at + CMSG_HEADER <= stop and load(at) >= CMSG_HEADER:
+        level, kind = load32(at + 8), load32(at + 12)
+        if level == SOL_UDP and kind == UDP_GRO:
+            segment = load32(at + CMSG_HEADER)
+        elif (level == SOL_IP and kind == IP_TOS) or (level == SOL_IPV6 and kind == IPV6_TCLASS):
+            marked = 1 if load8(at + CMSG_HEADER) & ECN_MASK == ECN_CE else 0
+        elif level == SOL_SOCKET and kind == SO_RXQ_OVFL:
+            store(socket + layout.SOCKET_OVERFLOW, load32(at + CMSG_HEADER) & 0xFFFFFFFF)
+        at += (load(at) + 7) // 8 * 8
+    return segment, marked
+
+
+@inline
+def receive_once(port: int, socket: int) -> bool:
+    """Receive in one call and process what came; False if nothing did."""
+    message, buffer = port + layout.PORT_MESSAGE, load(port + layout.PORT_BUFFER)
+    vector = port + layout.PORT_VECTOR
+    store(vector, buffer)
+    store(vector + 8, layout.BUFFER_BYTES)
+    store(message, port + layout.PORT_NAME)
+    store(message + 8, 128)
+    store(message + 16, vector)
+    store(message + 24, 1)
+    store(message + 32, port + layout.PORT_CONTROL)
+    store(message + 40, layout.CONTROL_BYTES)
+    store(port + layout.PORT_RECEIVES, load(port + layout.PORT_RECEIVES) + 1)
+    got = syscall(SYS_RECVMSG, load(socket), message, MSG_DONTWAIT, 0, 0, 0)
+    if got < 0:
+        if last_errno() == EAGAIN:
+            store(socket + layout.SOCKET_READABLE, 0)
+        return False
+    segment, marked = read_control(port, socket)
+    if segment <= 0:
+        segment = max(got, 1)
+    at = 0
+    while at < got:
+        size = min(segment, got - at)
+        on_datagram(port, buffer + at, size, marked)
+        at += size
+    return True
+
+
+@inline
+def receive_sockets(port: int) -> bool:
+    """Receive from all sockets; return True if anything came."""
+    found = False
+    for index in range(load(port + layout.PORT_NSOCKETS)):
+        socket = port + layout.PORT_SOCKETS + index * layout.SOCKET_BYTES
+        calls = 0
+        while calls < RECEIVES_PER_ROUND and load(socket + layout.SOCKET_READABLE) != 0:
+            if receive_once(port, socket):
+                found = True
+            calls += 1
+    return found
