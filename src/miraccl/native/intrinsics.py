@@ -251,6 +251,7 @@ def _external(symbol: str, result: Any, *arguments: Any) -> Any:
 
 # libc
 memcpy = _external("memcpy", I64, I64, I64, I64)
+memmove = _external("memmove", I64, I64, I64, I64)
 sched_yield = _external("sched_yield", I32)
 sched_getcpu = _external("sched_getcpu", I32)
 sched_getaffinity = _external("sched_getaffinity", I32, I32, I64, I64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import os
 import socket
@@ -30,6 +31,8 @@ from miraccl.p2p.local_path import LocalPath
 from miraccl.p2p.notify import Inbox, Notification, PairSegment
 from miraccl.p2p.peer import Peer
 from miraccl.p2p.registration import AccessLines, RegionTable, Registration
+from miraccl.p2p.serving import ServedStream
+from miraccl.p2p.stream_path import StreamPath
 from miraccl.p2p.transfer import Background
 from miraccl.wire.auth import SECRET_BYTES
 from miraccl.wire.p2p import AGENT_BYTES, Introduction, Ready, Welcome, protocol_secret
@@ -86,6 +89,7 @@ class Agent:
         self._background = Background(name)
         self._registrations: set[Registration] = set()
         self._peers: set[Peer] = set()
+        self._served: set[ServedStream] = set()
         self._lock = threading.Lock()
         self._closed = False
         self._probe = ctypes.c_uint64(int.from_bytes(clock.random_bytes(7), "little"))
@@ -155,7 +159,9 @@ class Agent:
         return windows.empty(shape, dtype)
 
     def _lines(self) -> Iterable[AccessLines]:
-        return self._inbox.pairs
+        with self._lock:
+            served = list(self._served)
+        return [*self._inbox.pairs, *served]
 
     # ---- peers
 
@@ -173,50 +179,111 @@ class Agent:
         """
         self._check_open("connect")
         deadline = Deadline.after(self.timeout if timeout is None else timeout)
-        introduction = Introduction(
-            name=self.name,
-            agent=self.agent,
-            address=self.address,
-            host=network_fingerprint(),
-            pid=os.getpid(),
-            connection=int.from_bytes(clock.random_bytes(7), "little"),
-            stream=0,
-        )
-        sock, side = dial(address, self._secret, introduction, deadline)
+        connection = int.from_bytes(clock.random_bytes(7), "little")
+        sock, side = dial(address, self._secret, self._introduction(connection, 0), deadline)
         assert side.welcome is not None
+        path: Any = self._open_local(side.welcome)
         try:
-            path = self._open_path(side.welcome, introduction)
-            sock.sendall(side.ready(isinstance(path, LocalPath)))
+            sock.sendall(side.ready(path is not None))
+            if path is None:
+                sockets = [sock, *self._dial_more(address, connection, 1, deadline)]
+                path = self._open_streams(address, side.welcome, sockets)
+            else:
+                path.sock = sock
         except (OSError, MiracclError) as error:
             sock.close()
             if isinstance(error, MiracclError):
                 raise
             raise BootstrapError(f"cannot connect to {address}: {error}") from error
         peer = Peer(self, side.welcome.name, side.welcome.agent, address, path)
-        path.sock = sock
         with self._lock:
             self._peers.add(peer)
-        self._control.watch(sock, lambda: self._lost(peer))
+        self._watch_path(path)
         return peer
 
-    def _open_path(self, welcome: Welcome, introduction: Introduction) -> Any:
-        """Return the best path to an agent."""
-        if welcome.pair_inode and welcome.host == introduction.host and self._trust == "job":
-            try:
-                return LocalPath(welcome, self._background)
-            except SystemFailure as error:
-                log.info("agent %s is not mapped: %s", welcome.name, error)
-        raise BootstrapError(f"agent {welcome.name!r} is on another host")
+    def _introduction(self, connection: int, stream: int) -> Introduction:
+        return Introduction(
+            name=self.name,
+            agent=self.agent,
+            address=self.address,
+            host=network_fingerprint(),
+            pid=os.getpid(),
+            connection=connection,
+            stream=stream,
+        )
+
+    def _open_local(self, welcome: Welcome) -> LocalPath | None:
+        """Return the path to an agent of this host, None if its memory cannot be reached."""
+        if not welcome.pair_inode or welcome.host != network_fingerprint() or self._trust != "job":
+            return None
+        try:
+            return LocalPath(welcome, self._background)
+        except SystemFailure as error:
+            log.info("agent %s is not mapped: %s", welcome.name, error)
+            return None
+
+    def _dial_more(
+        self, address: str, connection: int, first: int, deadline: Deadline, agent: bytes = b""
+    ) -> list[socket.socket]:
+        """Open further streams of a connection.
+
+        Args:
+            agent: Identifier that the target must have; empty for any.
+        """
+        sockets: list[socket.socket] = []
+        for stream in range(first, max(1, params.P2P_STREAMS.read())):
+            sock, side = dial(
+                address, self._secret, self._introduction(connection, stream), deadline
+            )
+            sockets.append(sock)
+            assert side.welcome is not None
+            if agent and side.welcome.agent != agent:
+                for opened in sockets:
+                    opened.close()
+                raise AgentLost(
+                    f"agent {side.welcome.name!r} at {address} has restarted",
+                    agent=side.welcome.name,
+                    reason="other agent",
+                    hint="connect again, and get new descriptors",
+                )
+            sock.sendall(side.ready(False))
+        return sockets
+
+    def _open_streams(
+        self, address: str, welcome: Welcome, sockets: list[socket.socket]
+    ) -> StreamPath:
+        def redial() -> list[socket.socket]:
+            connection = int.from_bytes(clock.random_bytes(7), "little")
+            deadline = Deadline.after(self.timeout)
+            opened = self._dial_more(address, connection, 0, deadline, welcome.agent)
+            for sock in opened:
+                self._control.watch(sock, functools.partial(self._lost, path, sock))
+            return opened
+
+        path = StreamPath(
+            welcome.name, sockets, timeout=self.timeout, label=self.name, redial=redial
+        )
+        return path
+
+    def _watch_path(self, path: Any) -> None:
+        for sock in path.sockets():
+            self._control.watch(sock, functools.partial(self._lost, path, sock))
 
     def forget_peer(self, peer: Peer) -> None:
         with self._lock:
             self._peers.discard(peer)
-        self._control.forget(peer._path.sock)
+        for sock in peer._path.sockets():
+            self._control.forget(sock)
 
-    def _lost(self, peer: Peer) -> None:
-        peer._path.lost = peer._path.lost or AgentLost(
-            f"agent {peer.name!r} has closed the connection, or its process has ended",
-            agent=peer.name,
+    def _lost(self, path: Any, sock: socket.socket) -> None:
+        """Note on the control thread that a connection has ended at its other side."""
+        if not isinstance(path, LocalPath):
+            current = [s.sock for s in path.streams if s.broken is None]
+            if sock not in current:
+                return  # this agent has closed it after a deadline, and opens a new one
+        path.lost = path.lost or AgentLost(
+            f"agent {path.name!r} has closed the connection, or its process has ended",
+            agent=path.name,
             reason="lost",
         )
 
@@ -250,7 +317,8 @@ class Agent:
 
     def _welcome(self, introduction: Introduction) -> tuple[Welcome, object]:
         pair = None
-        if self._trust == "job" and introduction.host == network_fingerprint():
+        local = introduction.host == network_fingerprint() and introduction.stream == 0
+        if self._trust == "job" and local:
             pair = PairSegment(introduction.name, introduction.agent)
         message = Welcome(
             name=self.name,
@@ -268,14 +336,32 @@ class Agent:
             self._inbox.add_pair(pair)
         return message, (introduction, pair)
 
-    def _arrived(self, token: Any, sock: socket.socket, ready: Ready) -> None:
-        _, pair = token
-        if pair is None or not ready.mapped:
-            self._dropped(token)
-            sock.close()
+    def _arrived(self, token: Any, sock: socket.socket, ready: Ready, rest: bytes) -> None:
+        introduction, pair = token
+        if pair is not None and ready.mapped:
+            pair.segment.release()
+            self._control.watch(sock, lambda: self._inbox.remove_pair(pair))
             return
-        pair.segment.release()
-        self._control.watch(sock, lambda: self._inbox.remove_pair(pair))
+        self._dropped(token)
+        try:
+            served = ServedStream(
+                sock,
+                introduction.name,
+                introduction.agent,
+                self._table,
+                self._inbox,
+                self._served_ended,
+            )
+            with self._lock:
+                self._served.add(served)
+            served.start(rest)
+        except (MiracclError, RuntimeError) as error:  # no memory, or no thread
+            log.warning("cannot serve agent %s: %s", introduction.name, error)
+            sock.close()
+
+    def _served_ended(self, served: ServedStream) -> None:
+        with self._lock:
+            self._served.discard(served)
 
     def _dropped(self, token: Any) -> None:
         _, pair = token
@@ -299,6 +385,10 @@ class Agent:
         for registration in list(self._registrations):
             registration.deregister()
         self._control.close()
+        with self._lock:
+            served = list(self._served)
+        for stream in served:
+            stream.close()
         self._table.close()
         with contextlib.suppress(OSError):
             self._inbox._ring(self._table.doorbell)

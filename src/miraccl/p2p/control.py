@@ -43,7 +43,9 @@ class ControlThread:
         secret: Secret of ``wire.p2p.protocol_secret``.
         welcome: Called with the introduction of a proven initiator and its socket; returns the
             answer and a token for ``arrived``. Raises ``MiracclError`` to reject it.
-        arrived: Called with the token, the socket and the last message: the connection is ready.
+        arrived: Called with the token, the socket, the last message and the bytes behind it: the
+            connection is ready.
+        dropped: Called with the token if the handshake fails after ``welcome``.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class ControlThread:
         *,
         name: str,
         welcome: Callable[[Introduction], tuple[Welcome, object]],
-        arrived: Callable[[object, socket.socket, Ready], None],
+        arrived: Callable[[object, socket.socket, Ready, bytes], None],
         dropped: Callable[[object], None],
     ) -> None:
         self._listener, self._secret = listener, secret
@@ -190,7 +192,7 @@ class ControlThread:
         if side.ready is not None:
             del self._arrivals[arrival.sock.fileno()]
             self._epoll.unregister(arrival.sock)
-            self._arrived(arrival.token, arrival.sock, side.ready)
+            self._arrived(arrival.token, arrival.sock, side.ready, side.rest)
 
     def _drop(self, arrival: Arrival, reason: str) -> None:
         log.info("connection dropped: %s", reason)

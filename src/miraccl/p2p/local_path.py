@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import socket
 import struct
 import threading
 from collections.abc import Callable
@@ -107,6 +108,8 @@ class LocalPath:
         self._pair = map_file(*pair, layout.PAIR_BYTES, writable=True)
         self.background = background
         self.lost: MiracclError | None = None
+        #: Connection whose end tells that the agent has ended.
+        self.sock: socket.socket | None = None
         self._lines = [
             self._pair.address + layout.PAIR_ACCESSES + i * layout.ACCESS_BYTES
             for i in range(layout.MAX_ACCESSES)
@@ -116,6 +119,9 @@ class LocalPath:
             local(name) for name in ("post_record", "run_job", "step_job")
         )
         self._lock = threading.Lock()
+
+    def sockets(self) -> list[socket.socket]:
+        return [self.sock] if self.sock is not None else []
 
     # ---- notifications
 

@@ -11,6 +11,8 @@ from miraccl.native.atomics import bound
 
 LOCAL = "miraccl.p2p.kernels.local"
 EXTENTS = "miraccl.p2p.kernels.extents"
+SERVE = "miraccl.p2p.kernels.serve"
+REQUEST = "miraccl.p2p.kernels.request"
 
 
 @functools.cache
@@ -26,3 +28,13 @@ def local(name: str) -> Callable[..., Any]:
 load_word = functools.cache(lambda: bound("load_word"))
 store_word = functools.cache(lambda: bound("store_word"))
 exchange_word = functools.cache(lambda: bound("exchange_word"))
+
+
+@functools.cache
+def serve() -> Callable[..., int]:
+    return entry(SERVE, "serve")
+
+
+@functools.cache
+def run_op() -> Callable[..., int]:
+    return entry(REQUEST, "run_op")

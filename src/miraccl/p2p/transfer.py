@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from miraccl.p2p.extents import Extents
 
 
+#: Pause before the background thread continues a transfer.
+GRACE_S = 200e-6
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransferPlan:
     """Explanation of a transfer.
@@ -75,6 +79,10 @@ class Transfer:
     def advance(self, wait: bool) -> None:
         """Continue the transfer; with ``wait`` until it has ended or for a while."""
         raise NotImplementedError
+
+    def continue_alone(self) -> None:
+        """Continue the transfer on the background thread."""
+        self.advance(False)
 
     def stop(self) -> None:
         """End a transfer early; return when no byte is moved any more."""
@@ -194,5 +202,7 @@ class Background:
 
     def _main(self) -> None:
         while (transfer := self._queue.get()) is not None:
+            # A caller that waits at once makes the steps itself, without a switch of threads.
+            clock.sleep(GRACE_S)
             while not transfer.done():
-                pass
+                transfer.continue_alone()

@@ -62,6 +62,10 @@ class FrameReader:
     def feed(self, data: bytes) -> None:
         self._buffer += data
 
+    def rest(self) -> bytes:
+        """Return the bytes that belong to no complete frame yet."""
+        return bytes(self._buffer)
+
     def next_frame(self) -> bytes | None:
         """Return the next complete frame body, None if there is none.
 

@@ -181,7 +181,7 @@ class TargetSide:
 
     Attributes:
         introduction: The initiator's, None until it has proven the secret and sent it.
-        ready: The last message, None until it came; ``rest`` are the bytes after it.
+        ready: The last message, None until it came.
     """
 
     def __init__(self, secret: bytes, nonce: bytes) -> None:
@@ -196,6 +196,11 @@ class TargetSide:
     @property
     def proven(self) -> bool:
         return self._opener is not None
+
+    @property
+    def rest(self) -> bytes:
+        """Bytes that came behind the last message: the first requests."""
+        return self._reader.rest()
 
     def receive(self, data: bytes) -> bytes:
         """Process received bytes; return bytes to send. Raises ``MiracclError`` to give up."""

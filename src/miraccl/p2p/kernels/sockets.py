@@ -1,0 +1,73 @@
+"""Kernel source: system calls on sockets, for both sides of a stream."""
+
+from __future__ import annotations
+
+import platform
+
+from miraccl.native.intrinsics import (
+    clock_gettime,
+    errno_location,
+    inline,
+    load,
+    load32,
+    pause,
+    store,
+    syscall,
+)
+
+SYS_SENDMSG, SYS_RECVMSG, SYS_PPOLL = (
+    (211, 212, 73) if platform.machine() == "aarch64" else (46, 47, 271)
+)
+MSG_DONTWAIT, MSG_NOSIGNAL = 0x40, 0x4000
+POLLIN, POLLOUT = 1, 4
+EINTR, EAGAIN = 4, 11
+#: Offsets in a scratch area: struct msghdr, struct pollfd, struct timespec twice.
+MESSAGE, POLLFD, TIMEOUT, CLOCK = 0, 64, 80, 96
+
+
+@inline
+def now_ns(scratch: int) -> int:
+    clock_gettime(1, scratch + CLOCK)
+    return load(scratch + CLOCK) * 1000000000 + load(scratch + CLOCK + 8)
+
+
+@inline
+def add_vector(vectors: int, count: int, address: int, nbytes: int) -> int:
+    """Append an iovec; return how many there are."""
+    store(vectors + 16 * count, address)
+    store(vectors + 16 * count + 8, nbytes)
+    return count + 1
+
+
+@inline
+def transmit(call: int, fd: int, vectors: int, count: int, scratch: int) -> int:
+    """Send or receive without blocking; return bytes, or minus errno."""
+    message = scratch + MESSAGE
+    store(message, 0)
+    store(message + 8, 0)
+    store(message + 16, vectors)
+    store(message + 24, count)
+    store(message + 32, 0)
+    store(message + 40, 0)
+    store(message + 48, 0)
+    done = syscall(call, fd, message, MSG_DONTWAIT | MSG_NOSIGNAL, 0, 0, 0)
+    return done if done >= 0 else -load32(errno_location())
+
+
+@inline
+def wait_socket(fd: int, events: int, wait_ns: int, scratch: int) -> int:
+    """Sleep until a socket is ready or ``wait_ns`` have passed (negative: no limit); return the
+    number of ready sockets, or minus errno.
+    """
+    store(scratch + POLLFD, fd | events << 32)
+    store(scratch + TIMEOUT, wait_ns // 1000000000)
+    store(scratch + TIMEOUT + 8, wait_ns % 1000000000)
+    timeout = scratch + TIMEOUT if wait_ns >= 0 else 0
+    ready = syscall(SYS_PPOLL, scratch + POLLFD, 1, timeout, 0, 8, 0)
+    return ready if ready >= 0 else -load32(errno_location())
+
+
+@inline
+def spin(rounds: int) -> None:
+    for _ in range(rounds):
+        pause()

@@ -1,0 +1,649 @@
+"""Path to an agent by TCP streams: operations in order per stream, large ones striped over all."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from miraccl import clock
+from miraccl.deadline import Deadline
+from miraccl.errors import (
+    AgentLost,
+    InvalidUsage,
+    MiracclError,
+    ProtocolError,
+    StaleDescriptor,
+    TransferCancelled,
+    TransferError,
+    TransferTimeout,
+)
+from miraccl.p2p import stream_layout as frames
+from miraccl.p2p.descriptors import RemoteMemory
+from miraccl.p2p.extents import Extents
+from miraccl.p2p.native_calls import run_op
+from miraccl.p2p.transfer import Background, Transfer, TransferPlan
+from miraccl.transport.fifo import PrivateMemory
+from miraccl.transport.region import Rights
+
+#: Operations up to this size are sent by the caller; more also progress in the background.
+INLINE_BYTES = 1 << 16
+#: From this size on a transfer is striped; each stripe has at least half of it.
+STRIPE_BYTES = 1 << 23
+SPIN_NS = 50_000
+WAIT_SLICE_NS, POST_SLICE_NS = 50_000_000, 20_000
+#: Operations without an answer yet on one stream; then the caller reads answers first.
+MAX_PENDING = 64
+#: Constants of the prediction in us: one round trip, one frame, one byte (loopback, EPYC 9V74).
+ROUND_TRIP_US, FRAME_US, BYTE_US, EXTENT_US = 12.0, 2.0, 1.5e-4, 0.05
+_NOTIFY = struct.Struct("<8q")
+
+
+class Stream:
+    """TCP stream of an initiator.
+
+    Attributes:
+        lock: Held while a thread sends or receives on it.
+        broken: Reason why it cannot be used any more, or None.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.lock = threading.RLock()
+        self.broken: MiracclError | None = None
+        self.pending: deque[StreamTransfer] = deque()
+        self._work = PrivateMemory(frames.WORK_BYTES)
+
+    @property
+    def work(self) -> int:
+        return self._work.address
+
+    def post(self, transfer: StreamTransfer) -> None:
+        """Send an operation, or begin to; the caller holds the lock."""
+        while self.pending and (
+            len(self.pending) >= MAX_PENDING
+            or self.pending[-1].job.kind == frames.GET
+            or not self.pending[-1].sent
+        ):
+            self.step(WAIT_SLICE_NS)
+        if self.broken is not None:
+            raise self.broken
+        self.pending.append(transfer)
+        self._run(transfer, POST_SLICE_NS, sends_only=True)
+
+    def step(self, slice_ns: int) -> None:
+        """Continue the oldest operation; the caller holds the lock."""
+        if self.pending:
+            self._run(self.pending[0], slice_ns, sends_only=False)
+
+    def _run(self, transfer: StreamTransfer, slice_ns: int, *, sends_only: bool) -> None:
+        job = transfer.job
+        result = run_op()(job.address, slice_ns, int(sends_only))
+        if result == frames.RUN_DONE:
+            self.pending.popleft()
+            transfer.ended(None)
+        elif result == frames.RUN_MORE:
+            if not transfer.deadline_left():
+                self._late(transfer)
+        elif result == frames.RUN_PROTOCOL:
+            self.fail(
+                ProtocolError(f"agent {transfer.peer!r} sent an answer that violates the protocol")
+            )
+        else:
+            code = job.word(frames.OP_ERRNO)
+            reason = "its process has ended" if code > 1 << 16 else os.strerror(code)
+            self.fail(
+                AgentLost(
+                    f"the connection to agent {transfer.peer!r} broke: {reason}",
+                    agent=transfer.peer,
+                    reason="lost",
+                )
+            )
+
+    def _late(self, transfer: StreamTransfer) -> None:
+        """End an operation whose deadline has passed."""
+        if transfer.sent and not transfer.done_flag:
+            # Its answer is still to come: it is read and dropped when the next one is awaited.
+            transfer.job.set(frames.OP_CANCEL, 1)
+            transfer.abandon()
+            return
+        if not transfer.sent:
+            # A frame is half sent, and the target does not read: nothing can follow on the stream.
+            self.fail(transfer.timeout_error())
+
+    def fail(self, error: MiracclError) -> None:
+        """Close the stream; its operations fail."""
+        self.broken = error
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        while self.pending:
+            self.pending.popleft().ended(error)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+
+class StreamJob:
+    """Words of ``kernels.request`` for the extents of one operation."""
+
+    def __init__(
+        self, remote: RemoteMemory, extents: Extents, writes: bool, first_byte: int = 0
+    ) -> None:
+        self.remote, self.extents, self.first_byte = remote, extents, first_byte
+        self.kind = frames.PUT if writes else frames.GET
+        self._words = words = np.zeros(frames.OP_BYTES // 8, np.int64)
+        self.address = int(words.__array_interface__["data"][0])
+        key = np.frombuffer(remote.key, np.int64)
+        for at, value in (
+            (frames.OP_KIND, self.kind),
+            (frames.OP_SLOT, remote.slot),
+            (frames.OP_GENERATION, remote.generation),
+            (frames.OP_KEY, key[0]),
+            (frames.OP_KEY2, key[1]),
+            (frames.OP_EXTENTS, extents.address),
+            (frames.OP_COUNT, extents.count),
+            (frames.OP_TOTAL, extents.total),
+            (frames.OP_SPIN_NS, SPIN_NS),
+            (frames.OP_BLOCK, min(extents.block_nbytes, 0xFFFFFFFF)),
+        ):
+            words[at // 8] = value
+
+    def restart(self, stream: Stream, number: int, notify: bytes | None, flags: int) -> None:
+        words = self._words
+        words[frames.OP_INDEX // 8 : frames.OP_TOTAL // 8] = 0
+        words[frames.OP_CANCEL // 8 : frames.OP_NOTIFY_DATA // 8] = 0
+        words[frames.OP_IN_STATE // 8 : frames.OP_BLOCK // 8] = 0
+        self.notify = notify
+        data = ctypes.c_char_p(notify) if notify is not None else None
+        for at, value in (
+            (frames.OP_FD, stream.sock.fileno()),
+            (frames.OP_NUMBER, number),
+            (frames.OP_FLAGS, flags),
+            (frames.OP_WORK, stream.work),
+            (frames.OP_FRAME_SENT, -1),
+            (frames.OP_NOTIFY_BYTES, -1 if notify is None else len(notify)),
+            (frames.OP_NOTIFY_DATA, ctypes.cast(data, ctypes.c_void_p).value or 0 if data else 0),
+        ):
+            words[at // 8] = value
+
+    def word(self, at: int) -> int:
+        return int(self._words[at // 8])
+
+    def set(self, at: int, value: int) -> None:
+        self._words[at // 8] = value
+
+
+class StreamTransfer(Transfer):
+    """Operation on one stream."""
+
+    def __init__(
+        self,
+        path: StreamPath,
+        stream: Stream,
+        job: StreamJob,
+        *,
+        kind: str,
+        number: int,
+        deadline: Deadline,
+        notify: bytes | None,
+        release: Callable[[StreamJob], None],
+        flags: int = 0,
+    ) -> None:
+        super().__init__(
+            kind=kind, peer=path.name, number=number, extents=job.extents, deadline=deadline
+        )
+        self._path, self._stream, self.job, self._release = path, stream, job, release
+        # The notification of a read is sent after its data have arrived.
+        self._late_notify = notify if job.kind == frames.GET else None
+        writes_notify = notify if job.kind == frames.PUT else None
+        if writes_notify is not None:
+            flags |= frames.NOTIFIES
+        job.restart(stream, number, writes_notify, flags)
+        self.waiters = 0
+        self._cancelling = False
+        with stream.lock:
+            stream.post(self)
+        if not self._done and job.extents.total > INLINE_BYTES:
+            path.background_of(stream).add(self)
+
+    @property
+    def sent(self) -> bool:
+        return self._done or self.job.word(frames.OP_PHASE) >= frames.PHASE_RECEIVE
+
+    @property
+    def done_flag(self) -> bool:
+        return self._done
+
+    def deadline_left(self) -> float:
+        return self._deadline.left
+
+    def timeout_error(self) -> TransferTimeout:
+        return self._timed_out()
+
+    def advance(self, wait: bool) -> None:
+        stream = self._stream
+        if not wait:
+            if self.waiters or not stream.lock.acquire(blocking=False):
+                return
+            try:
+                if not self._done:
+                    stream.step(0)
+            finally:
+                stream.lock.release()
+            return
+        self.waiters += 1
+        try:
+            if not stream.lock.acquire(timeout=0.05):
+                if not self._deadline.left and not self._done:
+                    self.job.set(frames.OP_CANCEL, 1)
+                return
+            try:
+                if not self._done:
+                    stream.step(WAIT_SLICE_NS)
+                if not self._done and not self._deadline.left:
+                    self.job.set(frames.OP_CANCEL, 1)
+                    self.abandon()
+            finally:
+                stream.lock.release()
+        finally:
+            self.waiters -= 1
+
+    def continue_alone(self) -> None:
+        """Continue in the background, unless a thread waits and does it itself."""
+        if self.waiters:
+            clock.sleep(0.001)
+        else:
+            self.advance(True)
+
+    def stop(self) -> None:
+        self._cancelling = True
+        self.job.set(frames.OP_CANCEL, 1)
+        deadline = Deadline.after(self._path.timeout)
+        while not self._done:
+            self.advance(True)
+            if not deadline.left:
+                raise TransferTimeout(
+                    f"cannot cancel: agent {self.peer!r} has not confirmed it for "
+                    f"{deadline.seconds:g} s",
+                    agent=self.peer,
+                    reason="cancel",
+                )
+
+    def abandon(self) -> None:
+        """Report the end of the deadline; the operation stays in its place on the stream."""
+        if not self._done:
+            self._error, self._done = self._timed_out(), True
+            self._release = lambda job: None  # its words are in use until the answer has come
+
+    def ended(self, error: MiracclError | None) -> None:
+        """Finish after the last answer, or because the stream broke."""
+        if self._done:
+            return
+        if error is None:
+            error = self._result()
+        if error is None and self._late_notify is not None:
+            try:
+                self._path.send_notification(
+                    self._stream, self._late_notify, self.number, frames.OK, 0, self._deadline
+                )
+            except MiracclError as problem:
+                error = problem
+        self._error, self._done = error, True
+        self._release(self.job)
+
+    def _result(self) -> MiracclError | None:
+        status, position = self.job.word(frames.OP_STATUS), self.job.word(frames.OP_POSITION)
+        block = (self.job.first_byte + position) // self.extents.block_nbytes
+        if status == frames.CANCELLED or (
+            self._cancelling and self.job.kind == frames.GET and status == frames.OK
+        ):
+            cancelled = self._cancelled()
+            cancelled.block = block
+            return cancelled
+        if status == frames.OK:
+            return None
+        name = frames.STATUS_NAMES[min(max(status, 0), len(frames.STATUS_NAMES) - 1)]
+        what = f"{self.kind} of {self.extents.total} bytes with agent {self.peer!r}"
+        if status in (frames.STALE, frames.WRONG_KEY):
+            reason = "the memory was deregistered" if status == frames.STALE else "the key is wrong"
+            return StaleDescriptor(
+                f"{what} failed at block {block}: {reason}",
+                agent=self.peer,
+                block=block,
+                reason=name,
+            )
+        if status in (frames.NO_RIGHT, frames.OUTSIDE):
+            return InvalidUsage(f"{what} was refused by the target: {name}")
+        return TransferError(
+            f"{what} failed at block {block}: {name}", agent=self.peer, block=block, reason=name
+        )
+
+    def explain(self) -> TransferPlan:
+        return self._path.explain(self.kind, self.extents)
+
+
+class StripedTransfer(Transfer):
+    """Transfer whose extents are divided among the streams of a connection."""
+
+    def __init__(
+        self,
+        path: StreamPath,
+        parts: list[tuple[Stream, StreamJob]],
+        extents: Extents,
+        *,
+        kind: str,
+        number: int,
+        deadline: Deadline,
+        notify: bytes | None,
+        release: Callable[[Any], None],
+        job: Any,
+    ) -> None:
+        super().__init__(
+            kind=kind, peer=path.name, number=number, extents=extents, deadline=deadline
+        )
+        self._path, self._notify, self._release, self._job = path, notify, release, job
+        flags = frames.NOTIFIES if notify is not None else 0
+        self._lock = threading.Lock()
+        self._parts = [
+            StreamTransfer(
+                path,
+                stream,
+                part,
+                kind=kind,
+                number=number,
+                deadline=deadline,
+                notify=None,
+                release=lambda job: None,
+                flags=flags if kind.startswith("write") else 0,
+            )
+            for stream, part in parts
+        ]
+
+    def advance(self, wait: bool) -> None:
+        for part in self._parts:
+            while not part.done():
+                if not wait:
+                    return
+                part.advance(True)
+                if not self._deadline.left and not part.done_flag:
+                    break
+        if all(part.done_flag for part in self._parts):
+            with self._lock:
+                if not self._done:
+                    self._finish()
+
+    def stop(self) -> None:
+        for part in self._parts:
+            part.cancel()
+        self.advance(True)
+
+    def _finish(self) -> None:
+        errors = [part._error for part in self._parts]
+        error = next((e for e in errors if e is not None), None)
+        if self._notify is not None:
+            status, block = status_of(error), max(0, getattr(error, "block", 0))
+            size = self.extents.block_nbytes
+            try:
+                self._path.send_notification(
+                    self._parts[0]._stream,
+                    self._notify,
+                    self.number,
+                    status,
+                    block * size,
+                    self._deadline if error is None else Deadline.after(0.1),
+                    size,
+                )
+            except MiracclError as problem:
+                error = error or problem
+        self._error, self._done = error, True
+        self._release(self._job)
+
+    def explain(self) -> TransferPlan:
+        return self._path.explain(self.kind, self.extents)
+
+
+class StreamPath:
+    """Connection to an agent by TCP.
+
+    Args:
+        redial: Opens the connection again; returns its sockets.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sockets: list[socket.socket],
+        *,
+        timeout: float,
+        label: str,
+        redial: Callable[[], list[socket.socket]],
+    ) -> None:
+        self.name, self.timeout, self._label, self._redial = name, timeout, label, redial
+        self.streams = [Stream(sock) for sock in sockets]
+        self.lost: MiracclError | None = None
+        self._backgrounds: dict[Stream, Background] = {}
+        self._turn = itertools.count()
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+
+    def sockets(self) -> list[socket.socket]:
+        return [stream.sock for stream in self.streams]
+
+    def background_of(self, stream: Stream) -> Background:
+        if stream not in self._backgrounds:
+            self._backgrounds[stream] = Background(self._label)
+        return self._backgrounds[stream]
+
+    def job(self, remote: RemoteMemory, extents: Extents, writes: bool, op_name: str) -> Any:
+        """Return the words of a transfer; the target makes the checks of memory and keys."""
+        self._check_alive()
+        right = Rights.WRITE if writes else Rights.READ
+        if right not in remote.rights:
+            raise InvalidUsage(
+                f"cannot {op_name}: agent {self.name!r} registered the memory without the right to "
+                f"{right.name.lower() if right.name else right}"
+            )
+        if extents.total < STRIPE_BYTES or len(self.streams) == 1:
+            return StreamJob(remote, extents, writes)
+        count = min(len(self.streams), max(1, 2 * extents.total // STRIPE_BYTES))
+        parts = split(extents, count)
+        starts = itertools.accumulate((part.total for part in parts), initial=0)
+        return [StreamJob(remote, part, writes, at) for part, at in zip(parts, starts)]
+
+    def start(
+        self,
+        job: Any,
+        *,
+        kind: str,
+        number: int,
+        deadline: Deadline,
+        notify: bytes | None,
+        release: Callable[[Any], None],
+    ) -> Transfer:
+        self._check_alive()
+        # Numbers of a stream are unique: an abandoned operation may still be answered.
+        number = next(self._numbers)
+        common: dict[str, Any] = {
+            "kind": kind,
+            "number": number,
+            "deadline": deadline,
+            "notify": notify,
+            "release": release,
+        }
+        if isinstance(job, list):
+            extents = Extents(
+                table=job[0].extents.table,
+                total=sum(part.extents.total for part in job),
+                blocks=job[0].extents.blocks,
+                block_nbytes=job[0].extents.block_nbytes,
+            )
+            return StripedTransfer(
+                self, list(zip(self._usable(), job, strict=False)), extents, job=job, **common
+            )
+        if not job.extents.total:
+            return _Empty(self, notify, job, common)
+        return StreamTransfer(self, self._choose(), job, **common)
+
+    def _usable(self) -> list[Stream]:
+        """Return the streams, opened anew if a deadline has broken one."""
+        if any(stream.broken is not None for stream in self.streams):
+            with self._lock:
+                if any(stream.broken is not None for stream in self.streams):
+                    old, self.streams = self.streams, [Stream(s) for s in self._redial()]
+                    for stream in old:
+                        with stream.lock:
+                            stream.fail(stream.broken or self._closed_error())
+        return self.streams
+
+    def _closed_error(self) -> AgentLost:
+        return AgentLost(
+            f"the connection to agent {self.name!r} was closed", agent=self.name, reason="closed"
+        )
+
+    def _choose(self) -> Stream:
+        """Return the first stream that nobody uses, or the next in turn."""
+        streams = self._usable()
+        for stream in streams:
+            if not stream.pending:
+                return stream
+        return streams[next(self._turn) % len(streams)]
+
+    def notify(self, data: bytes, number: int, deadline: Deadline, status: int = 0) -> None:
+        self._check_alive()
+        self.send_notification(self._usable()[0], data, number, status, 0, deadline)
+
+    def send_notification(
+        self,
+        stream: Stream,
+        data: bytes,
+        number: int,
+        status: int,
+        position: int,
+        deadline: Deadline,
+        block_nbytes: int = 0,
+    ) -> None:
+        """Send a NOTIFY frame. Raises ``AgentLost`` or ``TransferTimeout``."""
+        word = frames.MAGIC | frames.NOTIFY << 16
+        size = min(block_nbytes, 0xFFFFFFFF) | len(data) << 32
+        header = _NOTIFY.pack(word, number, size, 0, 0, 0, status, position)
+        with stream.lock:
+            while stream.pending and not stream.pending[-1].sent:
+                stream.step(WAIT_SLICE_NS)
+            if stream.broken is not None:
+                raise stream.broken
+            try:
+                stream.sock.settimeout(max(deadline.left, 1e-3))
+                stream.sock.sendall(header + data)
+            except TimeoutError:
+                error = TransferTimeout(
+                    f"cannot notify agent {self.name!r}: it has not read its stream for "
+                    f"{deadline.seconds:g} s",
+                    agent=self.name,
+                    reason="ring",
+                )
+                stream.fail(error)  # a frame may be half sent
+                raise error from None
+            except OSError as problem:
+                raise AgentLost(
+                    f"the connection to agent {self.name!r} broke: {problem}",
+                    agent=self.name,
+                    reason="lost",
+                ) from problem
+
+    def explain(self, kind: str, extents: Extents) -> TransferPlan:
+        nframes = max(1, -(-extents.total // frames.MAX_PAYLOAD))
+        nframes = max(nframes, -(-extents.count // frames.MAX_FRAME_EXTENTS))
+        us = ROUND_TRIP_US + FRAME_US * nframes + EXTENT_US * extents.count
+        return TransferPlan(
+            method="tcp",
+            reason=f"{len(self.streams)} streams; the target checks and copies",
+            kind=kind,
+            peer=self.name,
+            nbytes=extents.total,
+            blocks=extents.blocks,
+            extents=extents.count,
+            calls=nframes,
+            predicted_us=us + BYTE_US * extents.total,
+        )
+
+    def _check_alive(self) -> None:
+        if self.lost is not None:
+            raise self.lost
+
+    def mark_lost(self, error: MiracclError) -> None:
+        self.lost = self.lost or error
+
+    def close(self) -> None:
+        self.lost = self.lost or self._closed_error()
+        for stream in self.streams:
+            stream.close()
+        for background in list(self._backgrounds.values()):
+            background.close()
+
+
+class _Empty(Transfer):
+    """Transfer of no bytes: only its notification is sent."""
+
+    def __init__(self, path: StreamPath, notify: bytes | None, job: StreamJob, common: Any) -> None:
+        super().__init__(
+            kind=common["kind"],
+            peer=path.name,
+            number=common["number"],
+            extents=job.extents,
+            deadline=common["deadline"],
+        )
+        self._path = path
+        if notify is not None:
+            path.notify(notify, self.number, self._deadline)
+        self._done = True
+        common["release"](job)
+
+    def explain(self) -> TransferPlan:
+        return self._path.explain(self.kind, self.extents)
+
+
+def status_of(error: MiracclError | None) -> int:
+    """Return the status of a frame that reports an error."""
+    if error is None:
+        return frames.OK
+    if isinstance(error, TransferCancelled):
+        return frames.CANCELLED
+    if isinstance(error, TransferTimeout):
+        return frames.TIMED_OUT
+    name = getattr(error, "reason", "")
+    return frames.STATUS_NAMES.index(name) if name in frames.STATUS_NAMES else frames.FAILED
+
+
+def split(extents: Extents, count: int) -> list[Extents]:
+    """Divide extents into ``count`` parts of nearly equal bytes, in order."""
+    table, total = extents.table, extents.total
+    ends = np.cumsum(table[:, 2])
+    parts, start = [], 0
+    for i in range(count):
+        stop = total * (i + 1) // count // 65536 * 65536 if i + 1 < count else total
+        parts.append(_cut(extents, ends, start, stop))
+        start = stop
+    return [part for part in parts if part.total]
+
+
+def _cut(extents: Extents, ends: Any, start: int, stop: int) -> Extents:
+    """Return the extents of the bytes from ``start`` to ``stop`` of a transfer."""
+    first = int(np.searchsorted(ends, start, side="right"))
+    last = int(np.searchsorted(ends, stop, side="left")) + 1
+    part = extents.table[first:last].copy()
+    if len(part):
+        skip = start - (int(ends[first]) - int(part[0, 2]))
+        part[0] += (skip, skip, -skip)
+        part[-1, 2] -= int(ends[min(last, len(ends)) - 1]) - stop
+    return replace(extents, table=part, total=stop - start)
