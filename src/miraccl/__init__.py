@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from miraccl.api.init import init
     from miraccl.bootstrap import UniqueId, get_unique_id
     from miraccl.p2p.agent import Agent
+    from miraccl.p2p.reshard import Mesh, Replicate, Shard, Versions, reshard
     from miraccl.runtime.group import group
     from miraccl.runtime.work import Work
 
@@ -48,11 +49,16 @@ SUM, PROD, MIN, MAX, AVG = RedOp.SUM, RedOp.PROD, RedOp.MIN, RedOp.MAX, RedOp.AV
 _LATE = {
     "Agent": "miraccl.p2p.agent",
     "Communicator": "miraccl.api.communicator",
+    "Mesh": "miraccl.p2p.reshard",
+    "Replicate": "miraccl.p2p.reshard",
+    "Shard": "miraccl.p2p.reshard",
     "UniqueId": "miraccl.bootstrap",
+    "Versions": "miraccl.p2p.reshard",
     "Work": "miraccl.runtime.work",
     "get_unique_id": "miraccl.bootstrap",
     "group": "miraccl.runtime.group",
     "init": "miraccl.api.init",
+    "reshard": "miraccl.p2p.reshard",
 }
 
 __all__ = [
@@ -73,24 +79,29 @@ __all__ = [
     "CommunicatorClosed",
     "DType",
     "InvalidUsage",
+    "Mesh",
     "MiracclError",
     "PeerDied",
     "PlanMismatch",
     "PreMulSum",
     "Protocol",
     "RedOp",
+    "Replicate",
     "ScheduleError",
+    "Shard",
     "StaleDescriptor",
     "SystemFailure",
     "TransferCancelled",
     "TransferError",
     "TransferTimeout",
     "UniqueId",
+    "Versions",
     "Work",
     "__version__",
     "get_unique_id",
     "group",
     "init",
+    "reshard",
 ]
 
 

@@ -9,7 +9,7 @@ import hashlib
 import os
 import socket
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from miraccl import clock, params, trace
@@ -25,7 +25,7 @@ from miraccl.errors import (
 )
 from miraccl.p2p.arrays import memory_of, windows
 from miraccl.p2p.control import ControlThread
-from miraccl.p2p.descriptors import parse_access
+from miraccl.p2p.descriptors import RemoteMemory, parse_access
 from miraccl.p2p.dial import dial
 from miraccl.p2p.local_path import LocalPath
 from miraccl.p2p.notify import Inbox, Notification, PairSegment
@@ -201,6 +201,17 @@ class Agent:
         self._watch_path(path)
         return peer
 
+    def peer_of(self, remote: RemoteMemory) -> Peer:
+        """Return the connection to the owner of some memory, opened if there is none.
+
+        Raises as ``connect``.
+        """
+        with self._lock:
+            found = next(
+                (p for p in self._peers if p.agent == remote.agent and p.lost is None), None
+            )
+        return found or self.connect(remote.address)
+
     def _introduction(self, connection: int, stream: int) -> Introduction:
         return Introduction(
             name=self.name,
@@ -302,15 +313,25 @@ class Agent:
             yield found
             found = self._inbox.pop()
 
-    def wait_notification(self, timeout: float | None = None) -> Notification | None:
-        """Return the next notification, None after ``timeout`` seconds (default the agent's)."""
+    def wait_notification(
+        self,
+        timeout: float | None = None,
+        *,
+        match: Callable[[Notification], bool] | None = None,
+    ) -> Notification | None:
+        """Return the next notification, None after ``timeout`` seconds.
+
+        Args:
+            timeout: Seconds, default the agent's.
+            match: Returns True for the notification that is wanted; others stay in their order.
+        """
         inbox = self._inbox
-        found = inbox.pop()
+        found = inbox.pop(match)
         if found is None:
             deadline = Deadline.after(self.timeout if timeout is None else timeout)
             while found is None and (left := deadline.left) and not self._closed:
-                inbox.wait(left)
-                found = inbox.pop()
+                inbox.wait(left, match)
+                found = inbox.pop(match)
         return found
 
     # ---- connections from other agents; on the control thread

@@ -6,6 +6,7 @@ import os
 import struct
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 #: A receiver polls for this long before it sleeps: longer than a round trip, short for a core.
 SPIN_NS = 50_000
+#: Longest sleep of a receiver that waits for one notification among others.
+MATCH_SLICE_S = 0.02
 _RECORD = struct.Struct("<IIq")
 
 
@@ -137,21 +140,31 @@ class Inbox:
         self._arrived.append(notification)
         self._ring(self._table.doorbell)
 
-    def pop(self) -> Notification | None:
-        """Return the next notification, None if there is none."""
-        if not self._arrived:
+    def pop(self, match: Callable[[Notification], bool] | None = None) -> Notification | None:
+        """Return the next notification that matches, None if there is none."""
+        if not self._arrived or match is not None:
             with self._lock:
                 for pair in self._pairs:
                     self._drain(pair)
         try:
-            return self._arrived.popleft()
-        except IndexError:
+            if match is None:
+                return self._arrived.popleft()
+            found = next((n for n in list(self._arrived) if match(n)), None)
+            if found is not None:
+                self._arrived.remove(found)
+            return found
+        except (IndexError, ValueError):  # another thread has taken it
             return None
 
-    def wait(self, seconds: float) -> bool:
-        """Wait for a notification; return False after ``seconds``, or if woken without one."""
-        if self._arrived:
+    def wait(self, seconds: float, match: Callable[[Notification], bool] | None = None) -> bool:
+        """Wait for a notification; return False after ``seconds``, or if woken without one.
+
+        With ``match`` the caller has seen those that have arrived, so they do not end the wait.
+        """
+        if self._arrived and match is None:
             return True
+        if match is not None:  # a notification by the network may have come meanwhile
+            seconds = min(seconds, MATCH_SLICE_S)
         addresses, scratch = self._addresses, np.empty(2, np.int64)
         found = self._await(
             addresses.ctypes.data if len(addresses) else 0,

@@ -164,6 +164,12 @@ class Peer:
             moved = self._blocks(memory, target, local_blocks, remote_blocks, writes, name)
         return Prepared(self, name, moved, target, writes, memory.owner)
 
+    def prepare_extents(
+        self, kind: str, moved: Extents, remote: RemoteMemory, owner: Any
+    ) -> Prepared:
+        """Prepare a transfer of extents that the caller has made; ``owner`` keeps their memory."""
+        return Prepared(self, kind, moved, remote, kind == "write", owner)
+
     def notify(self, data: bytes, *, deadline: float | None = None) -> None:
         """Send a notification without a transfer, after those of all transfers that have ended.
 
