@@ -102,9 +102,10 @@ def test_uneven_and_empty_parts_are_those_of_dtensor() -> None:
 
 
 def test_wrong_meshes() -> None:
-    for arguments in [((2, 2), "shard0"), (2, "diagonal"), (0, "replicate")]:
+    arguments: list[tuple[Any, Any]] = [((2, 2), "shard0"), (2, "diagonal"), (0, "replicate")]
+    for shape, placements in arguments:
         with pytest.raises(InvalidUsage, match="cannot make a mesh"):
-            Mesh(*arguments)
+            Mesh(shape, placements)
     with pytest.raises(InvalidUsage, match="shards dimension 1"):
         reshard(src=Mesh(2, "shard1"), dst=Mesh(2, "shard0"), shape=(4,), dtype="int8")
     with pytest.raises(InvalidUsage, match="dtype"):

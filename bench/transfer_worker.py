@@ -1,0 +1,316 @@
+"""One process of bench/transfers.py: an agent of miraccl, NIXL or Mooncake behind JSON lines.
+
+It imports nothing of this repository unless the engine is miraccl, so it also runs in an
+environment that has only the peers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+SECRET = "bench"
+
+
+def memory_mib() -> float:
+    """Return the resident memory of this process in MiB."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+class Miraccl:
+    """Engine ``miraccl``; ``window``: the target's memory is window memory."""
+
+    def __init__(self, name: str, window: bool) -> None:
+        import miraccl
+
+        start = time.perf_counter()
+        self.agent = miraccl.Agent(name, secret=SECRET, timeout=30)
+        self.start_ms = (time.perf_counter() - start) * 1e3
+        self.window = window
+
+    def offer(self, nbytes: int) -> Any:
+        self.memory = self.agent.empty(nbytes) if self.window else np.zeros(nbytes, np.uint8)
+        self.memory[:] = 0
+        registration = self.agent.register(self.memory)
+        return {"blob": registration.advertise().hex(), "address": self.agent.address}
+
+    def connect(self, offer: Any, nbytes: int) -> float:
+        from miraccl.p2p.descriptors import RemoteMemory
+
+        start = time.perf_counter()
+        self.peer = self.agent.connect(offer["address"])
+        self.remote = RemoteMemory.decode(bytes.fromhex(offer["blob"]))
+        self.local = np.zeros(nbytes, np.uint8)
+        self.local[:] = np.arange(nbytes, dtype=np.uint64) % 253
+        self.peer.write(self.local[:64], self._part(64, 64)).wait()
+        return (time.perf_counter() - start) * 1e3
+
+    def _part(self, nbytes: int, block: int) -> Any:
+        from dataclasses import replace
+
+        return replace(self.remote, nbytes=nbytes, block_nbytes=block)
+
+    def prepare(self, kind: str, nbytes: int, blocks: list[int] | None) -> Any:
+        if blocks is None:
+            prepared = self.peer.prepare(kind, self.local[:nbytes], self._part(nbytes, nbytes))
+        else:
+            total = nbytes * len(blocks)
+            prepared = self.peer.prepare(
+                kind,
+                self.local[:total],
+                self._part(total, nbytes),
+                local_blocks=np.arange(len(blocks), dtype=np.int32),
+                remote_blocks=np.array(blocks, np.int32),
+            )
+        start = prepared.start
+        return lambda: start().wait()
+
+    def ping(self, address: str, count: int) -> float:
+        """Return us of a notification round trip with an agent in ``pong``."""
+        peer, agent = self.peer, self.agent
+        peer.notify(agent.address.encode())
+        agent.wait_notification(10)
+        best = float("inf")
+        for _ in range(10):
+            start = time.perf_counter()
+            for _ in range(count // 10):
+                peer.notify(b"ping")
+                agent.wait_notification(10)
+            best = min(best, (time.perf_counter() - start) / (count // 10))
+        peer.notify(b"end")
+        return best * 1e6
+
+    def pong(self) -> None:
+        first = self.agent.wait_notification(30)
+        assert first is not None
+        peer = self.agent.connect(first.data.decode())
+        peer.notify(b"ready")
+        while True:
+            found = self.agent.wait_notification(30)
+            if found is None or found.data == b"end":
+                return
+            peer.notify(found.data)
+
+    def progress(self) -> None:
+        """Nothing: the agent needs no polling."""
+
+    polls = False
+
+
+class Nixl:
+    """Engine ``nixl``; the transports of UCX are in UCX_TLS."""
+
+    polls = True
+
+    def __init__(self, name: str, window: bool) -> None:
+        from nixl_cu12._api import nixl_agent, nixl_agent_config
+
+        start = time.perf_counter()
+        installed = os.environ.get("NIXL_AS_INSTALLED") == "1"
+        if installed:
+            self.agent = nixl_agent(name, nixl_agent_config())
+        else:
+            self.agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
+            self.agent.create_backend("UCX", {"ucx_error_handling_mode": "none"})
+        self.start_ms = (time.perf_counter() - start) * 1e3
+        self.name = name
+
+    def offer(self, nbytes: int) -> Any:
+        self.memory = np.zeros(nbytes, np.uint8)
+        self.memory[:] = 0
+        address = self.memory.ctypes.data
+        self.agent.register_memory([(address, nbytes, 0, "")], "DRAM")
+        return {
+            "meta": self.agent.get_agent_metadata().hex(),
+            "address": address,
+            "name": self.name,
+        }
+
+    def connect(self, offer: Any, nbytes: int) -> float:
+        start = time.perf_counter()
+        self.local = np.zeros(nbytes, np.uint8)
+        self.local[:] = np.arange(nbytes, dtype=np.uint64) % 253
+        self.agent.register_memory([(self.local.ctypes.data, nbytes, 0, "")], "DRAM")
+        self.remote_name = self.agent.add_remote_agent(bytes.fromhex(offer["meta"]))
+        if isinstance(self.remote_name, bytes):
+            self.remote_name = self.remote_name.decode()
+        self.remote = offer["address"]
+        self.prepare("write", 64, None)()
+        return (time.perf_counter() - start) * 1e3
+
+    def prepare(self, kind: str, nbytes: int, blocks: list[int] | None) -> Any:
+        chosen = [0] if blocks is None else blocks
+        base = self.local.ctypes.data
+        here = self.agent.get_xfer_descs(
+            [(base + i * nbytes, nbytes, 0) for i in range(len(chosen))], "DRAM"
+        )
+        there = self.agent.get_xfer_descs(
+            [(self.remote + b * nbytes, nbytes, 0) for b in chosen], "DRAM"
+        )
+        handle = self.agent.initialize_xfer(kind.upper(), here, there, self.remote_name)
+        transfer, state = self.agent.transfer, self.agent.check_xfer_state
+
+        def run() -> None:
+            status = transfer(handle)
+            while status != "DONE":
+                if status == "ERR":
+                    raise RuntimeError("NIXL reports ERR")
+                status = state(handle)
+
+        return run
+
+    def progress(self) -> None:
+        self.agent.get_new_notifs()
+
+    def ping(self, address: str, count: int) -> float:
+        raise NotImplementedError
+
+    def pong(self) -> None:
+        raise NotImplementedError
+
+
+class Mooncake:
+    """Engine ``mooncake``, protocol tcp."""
+
+    polls = False
+
+    def __init__(self, name: str, window: bool) -> None:
+        from mooncake.engine import TransferEngine
+
+        start = time.perf_counter()
+        self.engine = TransferEngine()
+        if self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") != 0:
+            raise RuntimeError("Mooncake cannot be initialized")
+        self.start_ms = (time.perf_counter() - start) * 1e3
+
+    def offer(self, nbytes: int) -> Any:
+        self.memory = np.zeros(nbytes, np.uint8)
+        self.memory[:] = 0
+        self.engine.register_memory(self.memory.ctypes.data, nbytes)
+        return {
+            "address": self.memory.ctypes.data,
+            "name": f"127.0.0.1:{self.engine.get_rpc_port()}",
+        }
+
+    def connect(self, offer: Any, nbytes: int) -> float:
+        start = time.perf_counter()
+        self.local = np.zeros(nbytes, np.uint8)
+        self.local[:] = np.arange(nbytes, dtype=np.uint64) % 253
+        self.engine.register_memory(self.local.ctypes.data, nbytes)
+        self.remote, self.remote_name = offer["address"], offer["name"]
+        self.prepare("write", 64, None)()
+        return (time.perf_counter() - start) * 1e3
+
+    def prepare(self, kind: str, nbytes: int, blocks: list[int] | None) -> Any:
+        base, name = self.local.ctypes.data, self.remote_name
+        if blocks is None:
+            call = getattr(self.engine, f"transfer_sync_{kind}")
+            arguments: tuple[Any, ...] = (name, base, self.remote, nbytes)
+        else:
+            call = getattr(self.engine, f"batch_transfer_sync_{kind}")
+            arguments = (
+                name,
+                [base + i * nbytes for i in range(len(blocks))],
+                [self.remote + b * nbytes for b in blocks],
+                [nbytes] * len(blocks),
+            )
+
+        def run() -> None:
+            if call(*arguments) != 0:
+                raise RuntimeError(f"Mooncake's transfer_sync_{kind} failed")
+
+        return run
+
+    def progress(self) -> None:
+        """Nothing: it has threads."""
+
+    def ping(self, address: str, count: int) -> float:
+        raise NotImplementedError
+
+    def pong(self) -> None:
+        raise NotImplementedError
+
+
+def measure(run: Any, seconds: float) -> float:
+    """Return us per call: the best of five batches that take ``seconds`` together."""
+    run()
+    start = time.perf_counter()
+    run()
+    once = max(time.perf_counter() - start, 1e-7)
+    count, best = max(1, min(2000, int(seconds / 5 / once))), float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(count):
+            run()
+        best = min(best, (time.perf_counter() - start) / count)
+    return best * 1e6
+
+
+def main() -> None:
+    kind, name, window = sys.argv[1:4]
+    before = memory_mib()
+    engine: Any = {"miraccl": Miraccl, "nixl": Nixl, "mooncake": Mooncake}[kind](
+        name, window == "window"
+    )
+    # Polling engines are polled while the other side measures; the rest sleep.
+    stdin = sys.stdin.buffer
+    while True:
+        if engine.polls:
+            while not select.select([stdin], [], [], 0)[0]:
+                for _ in range(200):
+                    engine.progress()
+        line = stdin.readline()
+        if not line:
+            break
+        command, arguments = json.loads(line)
+        try:
+            value = handle(engine, command, arguments, before)
+        except Exception as error:
+            print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
+            continue
+        if command != "pong":
+            print(json.dumps({"value": value}), flush=True)
+    os._exit(0)
+
+
+def handle(engine: Any, command: str, arguments: Any, before: float) -> Any:
+    if command == "offer":
+        return engine.offer(*arguments)
+    if command == "connect":
+        return engine.connect(*arguments)
+    if command == "start_ms":
+        return engine.start_ms
+    if command == "memory":
+        return memory_mib() - before
+    if command == "pong":
+        return engine.pong()
+    if command == "ping":
+        return engine.ping(*arguments)
+    if command == "cpu":
+        start, used = time.perf_counter(), time.process_time()
+        time.sleep(arguments[0])
+        return 100 * (time.process_time() - used) / (time.perf_counter() - start)
+    if command == "check":  # block i of the local memory is at block arguments[1][i] here
+        nbytes, blocks = arguments
+        chosen = [0] if blocks is None else blocks
+        expected = np.arange(nbytes * len(chosen), dtype=np.uint64) % 253
+        for i in range(0, len(chosen), max(1, len(chosen) // 8)):
+            part = engine.memory[chosen[i] * nbytes : (chosen[i] + 1) * nbytes]
+            if (part != expected[i * nbytes : (i + 1) * nbytes].astype(np.uint8)).any():
+                return False
+        return True
+    if command == "measure":
+        kind, nbytes, blocks, seconds = arguments
+        return measure(engine.prepare(kind, nbytes, blocks), seconds)
+    raise ValueError(command)
+
+
+if __name__ == "__main__":
+    main()
