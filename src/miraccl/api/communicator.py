@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack, overload
 
 from miraccl.api.messages import Messages, PersistentOperations
 from miraccl.api.operations import SUM, Collectives
+from miraccl.api.sparse import SparseCollectives
 from miraccl.api.uneven import UnevenCollectives
 from miraccl.bootstrap.contract import Session
 from miraccl.bootstrap.unique_id import UniqueId
@@ -41,7 +42,9 @@ if TYPE_CHECKING:
     from miraccl.runtime.multinode.runtime import MultiNodePlan
 
 
-class Communicator(Collectives, UnevenCollectives, Messages, PersistentOperations):
+class Communicator(
+    Collectives, UnevenCollectives, SparseCollectives, Messages, PersistentOperations
+):
     """A group of ranks that communicate; this process (or thread) is one of them.
 
     ``Communicator(nranks, unique_id, rank)`` is collective: every rank passes the id that

@@ -120,6 +120,7 @@ class Planner:
         self.addressable = addressable
         self.stream_from = stream_from
         self._programs: dict[tuple[str, Collective, int, bool], Program] = {}
+        self._row_programs: dict[Schedule, Program] = {}
         self._choices: dict[tuple[object, ...], tuple[str, list[Algorithm]]] = {}
         #: By address of a run; a ``Candidate`` once it has been queried.
         self._plans: dict[int, Candidate | tuple[str, PlanRequest]] = {}
@@ -337,6 +338,16 @@ class Planner:
             schedule, steps, block_bytes, dtype, round_bytes, self.shape, self.constants
         )
 
+    def predict(self, algo: str, collective: Collective, block_bytes: int, dtype: DType) -> float:
+        """Return the predicted time of an algorithm in microseconds."""
+        return self._predict(catalog.get(algo), collective, block_bytes, dtype, 0)
+
+    def window_candidate(self, candidates: Sequence[Candidate]) -> Candidate | None:
+        """Return the candidate used when all ranks pass window memory, None if there is none."""
+        if self.shape.hosts or self.overrides.algo:
+            return None
+        return next((way for way in candidates if way.algo == WINDOW_ALGORITHM), None)
+
     def round_bytes(self, widest: int) -> int:
         return max(64, self.slot_bytes // widest // 64 * 64)
 
@@ -367,6 +378,30 @@ class Planner:
             other = self._run(WINDOW_ALGORITHM, request, opened=True)
             run.set_window_path(other, [r for r in range(self.shape.nranks) if r != self.rank])
         return run
+
+    def make_row_run(self, schedule: Schedule, dtype: DType, op: RedOp) -> Run:
+        """Return the run of a schedule with tables; ``Run.set_rows`` gives it its rows.
+
+        Each row is folded over all ranks at once, so an average divides there.
+        """
+        if schedule not in self._row_programs:
+            self._row_programs[schedule] = lower(schedule, self.rank)
+        return Run(
+            self._row_programs[schedule],
+            dtype=dtype,
+            block_bytes=layout.LINE,
+            slot_bytes=self.slot_bytes,
+            round_bytes=layout.LINE,
+            direct=-1,
+            template=signature(schedule.collective, dtype, op, schedule.root, 0),
+            fold=fold_kernel(dtype, RedOp.SUM if op is RedOp.PREMUL_SUM else op),
+        )
+
+    def record_plan(self, run: Run, plan: Candidate) -> None:
+        """Let ``choice_of`` return ``plan`` for ``run``."""
+        if run.address not in self._plans:
+            weakref.finalize(run, self._plans.pop, run.address, None)
+        self._plans[run.address] = plan
 
     def _negotiates_window(self, algo: str, request: PlanRequest) -> bool:
         """Return True if ranks exchange buffer addresses before they choose the plan for window

@@ -295,6 +295,22 @@ class CommunicatorCore:
         self.flush()
         return self._run(call, run, name)
 
+    def execute(self, function: Callable[[], Any], name: str, async_op: bool = False) -> Any:
+        """Run an operation made of several runs, in the background or after what is there.
+
+        ``function`` runs them with ``run_now`` and returns the result of the operation.
+        """
+        if async_op or self._worker.pending:
+            self.flush(background=True)
+            work = self._worker.submit(name, function)
+            return work if async_op else work.wait()
+        self.flush()
+        return function()
+
+    def run_now(self, call: PreparedOp, run: Run, name: str) -> Any:
+        """Run one part of an operation inside the function given to ``execute``."""
+        return self._run(call, run, name)
+
     def submit(self, call: PreparedOp, name: str) -> Work:
         """Queue an operation for the background thread."""
         self.flush(background=True)

@@ -37,7 +37,7 @@ def compute_cost(schedule: Schedule) -> Cost:
     """Count the costs of ``schedule``; raise ``ScheduleError`` if it deadlocks with unbounded
     FIFOs.
     """
-    wire, messages, copies, additions = ([0] * schedule.nranks for _ in range(4))
+    wire, messages, copies, additions = ([0] * schedule.participants for _ in range(4))
     for ranks in schedule.channels:
         for rank, steps in enumerate(ranks):
             for step in steps:
@@ -72,7 +72,7 @@ def _additions(step: Step) -> int:
 def _latency(schedule: Schedule, channel: int) -> int:
     """Return the longest chain by Lamport clocks in which only sending advances the clock."""
     programs = schedule.channels[channel]
-    nranks = schedule.nranks
+    nranks = schedule.participants
     clock, position = [0] * nranks, [0] * nranks
     messages: dict[tuple[int, int, bool], deque[int]] = {}  # (sender, receiver, is a signal)
     ready = deque(range(nranks))

@@ -32,6 +32,8 @@ UNDEFINED: Any = None
 Value = Any
 Fold = Callable[[list[Value]], Value]
 Shuffle = Callable[[list[tuple[int, int]]], None]
+#: (value, part, table) -> the value without the rows of the part that the table does not list
+Restrict = Callable[[Value, int, int], Value]
 Key = tuple[int, int, int]  # (sender, receiver, channel)
 
 
@@ -54,7 +56,9 @@ class InterpreterState:
         fold: Fold,
         depth: int | None,
         direct: bool,
+        restrict: Restrict | None = None,
     ) -> None:
+        self.restrict = restrict
         self.schedule, self.memory, self.cells, self.fold, self.depth, self.direct = (
             schedule,
             memory,
@@ -65,14 +69,15 @@ class InterpreterState:
         )
         self.fifos: defaultdict[Key, deque[list[Value] | _DirectMessage]] = defaultdict(deque)
         self.signals: defaultdict[Key, int] = defaultdict(int)
-        self.position = [[0] * schedule.nranks for _ in schedule.channels]
-        self.barriers_reached = [[0] * schedule.nranks for _ in schedule.channels]
+        self.position = [[0] * schedule.participants for _ in schedule.channels]
+        self.barriers_reached = [[0] * schedule.participants for _ in schedule.channels]
 
     # memory
 
     def range_of(self, rank: int, ref: Ref) -> range:
-        if not 0 <= rank < self.schedule.nranks or ref.index + ref.chunks > self.schedule.chunks_at(
-            ref.buffer, rank
+        if (
+            not 0 <= rank < self.schedule.participants
+            or ref.index + ref.chunks > self.schedule.chunks_at(ref.buffer, rank)
         ):
             raise ScheduleError(f"{ref} is out of range on rank {rank}")
         return self.cells[rank].range_of(ref)
@@ -82,7 +87,17 @@ class InterpreterState:
         values = [self.memory[rank][cell] for cell in self.range_of(rank, ref)]
         if any(value is UNDEFINED for value in values):
             raise ScheduleError(f"{ref} of rank {rank} is read before it is written")
-        return values
+        return self.rows_of(ref, values)
+
+    def rows_of(self, ref: Ref, values: list[Value]) -> list[Value]:
+        """Return ``values`` without the rows that the table of ``ref`` does not list."""
+        if ref.table is None or self.restrict is None:
+            return values
+        parts = self.schedule.parts
+        return [
+            self.restrict(value, chunk % parts, ref.table)
+            for chunk, value in zip(ref, values, strict=True)
+        ]
 
     def store(self, rank: int, ref: Ref | None, values: list[Value]) -> None:
         assert ref is not None
@@ -91,7 +106,7 @@ class InterpreterState:
             raise ScheduleError(
                 f"{ref} of rank {rank} has {len(cells)} chunks, the message {len(values)}"
             )
-        for cell, value in zip(cells, values, strict=True):
+        for cell, value in zip(cells, self.rows_of(ref, values), strict=True):
             self.memory[rank][cell] = value
 
     # messages
@@ -168,6 +183,8 @@ class InterpreterState:
                 if op is not Op.RECV_REDUCE_COPY:
                     self.send(rank, step.send_peer, channel, total, dst)
             case Op.RECV_REDUCE_ALL:
+                if src is None and rank in step.peers:
+                    raise ScheduleError("an aggregator has nothing of its own to add")
                 operands = [
                     self.load(rank, src) if peer == rank else self.receive(peer, rank, channel)
                     for peer in step.peers
@@ -240,19 +257,23 @@ def run(
     fifo_depth: int | None = None,
     direct: bool = False,
     shuffle: Shuffle | None = None,
+    restrict: Restrict | None = None,
 ) -> list[list[Value]]:
     """Run ``schedule`` on ``memory[rank][cell]`` and return the output chunks of each rank.
 
     ``memory`` is numbered by ``layout.rank_cells`` and is modified. ``fold`` receives the operands
     of a reduction in order and returns a new value; values are never modified. ``fifo_depth``
     limits the messages in flight between two ranks on a channel. ``shuffle`` may reorder the turns,
-    a list of (channel, rank), before each round. Raise ``ScheduleError`` for a schedule that
-    deadlocks, leaves messages unconsumed or reads undefined memory.
+    a list of (channel, rank), before each round. ``restrict`` gives tables of rows their meaning.
+    Raise ``ScheduleError`` for a schedule that deadlocks, leaves messages unconsumed or reads
+    undefined memory.
     """
-    cells = [rank_cells(schedule, rank, in_place) for rank in range(schedule.nranks)]
-    state = InterpreterState(schedule, memory, cells, fold, fifo_depth, direct)
+    cells = [rank_cells(schedule, rank, in_place) for rank in range(schedule.participants)]
+    state = InterpreterState(schedule, memory, cells, fold, fifo_depth, direct, restrict)
     turns = [
-        (channel, rank) for channel in range(schedule.nchannels) for rank in range(schedule.nranks)
+        (channel, rank)
+        for channel in range(schedule.nchannels)
+        for rank in range(schedule.participants)
     ]
     while sum(state.try_step(channel, rank) for channel, rank in turns):
         if shuffle is not None:
@@ -279,14 +300,16 @@ def completing_steps(schedule: Schedule) -> frozenset[tuple[int, int, int]]:
         folded.append(sum(operands))
         return folded[-1]
 
-    cells = [rank_cells(schedule, rank, False) for rank in range(schedule.nranks)]
+    cells = [rank_cells(schedule, rank, False) for rank in range(schedule.participants)]
     memory: list[list[Value]] = [[UNDEFINED] * row.cells for row in cells]
     for row, cell in zip(memory, cells, strict=True):
         base = cell.bases[Buffer.INPUT]
         row[base : base + cell.sizes[Buffer.INPUT]] = [1] * cell.sizes[Buffer.INPUT]
     state = InterpreterState(schedule, memory, cells, count, None, False)
     turns = [
-        (channel, rank) for channel in range(schedule.nchannels) for rank in range(schedule.nranks)
+        (channel, rank)
+        for channel in range(schedule.nchannels)
+        for rank in range(schedule.participants)
     ]
     whole, going = set(), True
     while going:

@@ -10,6 +10,10 @@ give each block its own count). Each block is cut into ``parts`` chunks of nearl
 ``i`` of a buffer is part ``i % parts`` of block ``i // parts``. The input is read only; in place it
 overlaps the output as defined in ``schedule.layout``.
 
+Rows: a schedule with ``tables`` moves rows of a block instead of whole blocks. Its parts are lists
+of rows, and a reference names those rows of its chunk that one table lists (``schedule.rows``).
+Like the counts of uneven operations, the lists are arguments of a run.
+
 =============== ============ =============
 collective      input blocks output blocks
 =============== ============ =============
@@ -62,8 +66,9 @@ class Op(enum.IntEnum):
     RECV_REDUCE_COPY_SEND  dst = src (+) msg, forwarded to send_peer
     RECV_REDUCE_ALL        dst = left fold of one msg from each of ``peers``
                            in the order listed; the rank itself in that
-                           list stands for its src. 16- and 8-bit floats
-                           are rounded once, at the end.
+                           list stands for its src (no src: the rank is
+                           not in the list). 16- and 8-bit floats are
+                           rounded once, at the end.
     ====================== =============================================
 
     On memory that peers can address:
@@ -148,15 +153,21 @@ OPERANDS: dict[Op, tuple[bool, bool, bool, bool, bool]] = {
     Op.WAIT: (False, False, False, False, True),
     Op.BARRIER: (False, False, False, False, False),
 }
+#: an aggregator folds messages only
+_WITHOUT_SOURCE = (Op.RECV_REDUCE_ALL, (False, True, False, False, True))
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Reference to ``chunks`` consecutive chunks of a buffer, starting at chunk ``index``."""
+    """Reference to ``chunks`` consecutive chunks of a buffer, starting at chunk ``index``.
+
+    ``table``: number of the table whose rows of these chunks are meant; None for whole chunks.
+    """
 
     buffer: Buffer
     index: int
     chunks: int = 1
+    table: int | None = None
 
     def __post_init__(self) -> None:
         if self.index < 0 or self.chunks < 1:
@@ -170,7 +181,8 @@ class Ref:
 
     def __str__(self) -> str:
         tail = f"+{self.chunks}" if self.chunks != 1 else ""
-        return f"{self.buffer.name.lower()}[{self.index}{tail}]"
+        rows = "" if self.table is None else f"@{self.table}"
+        return f"{self.buffer.name.lower()}[{self.index}{tail}]{rows}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +205,7 @@ class Step:
             bool(self.peers),
         )
         # One tuple comparison: large schedules have tens of thousands of steps.
-        if given != OPERANDS[self.op]:
+        if given != OPERANDS[self.op] and (self.op, given) != _WITHOUT_SOURCE:
             for name, want, has in zip(
                 ("src", "dst", "recv_peer", "send_peer", "peers"),
                 OPERANDS[self.op],
@@ -259,6 +271,12 @@ class Schedule:
     ``parts`` is the number of chunks per block, over all channels. ``scratch_chunks`` is the number
     of scratch chunks of each rank; scratch is also cut into blocks of ``parts`` chunks, so scratch
     chunk ``i`` has the size of part ``i % parts``. Steps of different channels are unordered.
+
+    ``tables``: for each table of rows the set of ranks, as bits, whose rows it lists. The rows of a
+    set of ranks are those in which one of their inputs is not zero. Empty: whole chunks move.
+
+    ``aggregators``: participants beyond the ranks, numbered from ``nranks``. They have neither
+    input nor output, only scratch, and contribute nothing.
     """
 
     name: str
@@ -269,6 +287,8 @@ class Schedule:
     root: int = 0
     scratch_chunks: int = 0
     notes: tuple[str, ...] = field(default=(), compare=False)
+    tables: tuple[int, ...] = ()
+    aggregators: int = 0
 
     def __post_init__(self) -> None:
         if self.nranks < 1 or self.parts < 1 or not self.channels:
@@ -281,11 +301,16 @@ class Schedule:
                 f"schedule {self.name!r}: root {self.root} is not in 0..{self.nranks - 1}"
             )
         for number, channel in enumerate(self.channels):
-            if len(channel) != self.nranks:
+            if len(channel) != self.participants:
                 raise ValueError(
                     f"schedule {self.name!r}: channel {number} has {len(channel)} ranks, not"
-                    f" {self.nranks}"
+                    f" {self.participants}"
                 )
+
+    @property
+    def participants(self) -> int:
+        """Number of ranks and aggregators."""
+        return self.nranks + self.aggregators
 
     @property
     def nchannels(self) -> int:
@@ -306,8 +331,11 @@ class Schedule:
         """Return the number of chunks of ``buffer`` on ``rank``.
 
         Only the root has the input of a broadcast or scatter and the output of a reduce or gather.
+        Aggregators have scratch only.
         """
         if rank != self.root and buffer is ROOT_ONLY.get(self.collective):
+            return 0
+        if rank >= self.nranks and buffer is not Buffer.SCRATCH:
             return 0
         return self.buffer_chunks(buffer)
 

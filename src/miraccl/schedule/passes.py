@@ -92,7 +92,7 @@ def split_messages(schedule: Schedule) -> Schedule:
             [step]
             if count <= 1
             else [
-                _map_refs(step, lambda ref, k=k: Ref(ref.buffer, ref.index + k))  # type: ignore[misc]
+                _map_refs(step, lambda ref, k=k: Ref(ref.buffer, ref.index + k, 1, ref.table))  # type: ignore[misc]
                 for k in range(count)
             ]
         )
@@ -213,7 +213,7 @@ def _contiguous_ref(ref: Ref, chunks: list[int]) -> Ref:
             f"cannot move {ref}: it spans blocks whose chunks do not stay contiguous; apply"
             " split_messages first"
         )
-    return Ref(ref.buffer, chunks[0], len(chunks))
+    return Ref(ref.buffer, chunks[0], len(chunks), ref.table)
 
 
 def supports_channels(schedule: Schedule) -> bool:

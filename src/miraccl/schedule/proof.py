@@ -15,6 +15,7 @@ import numpy as np
 from miraccl.errors import ScheduleError
 from miraccl.schedule.ir import Op, Schedule, Step
 from miraccl.schedule.provenance import (
+    ALL_ROWS,
     Access,
     ProofMemory,
     StepViolation,
@@ -22,7 +23,9 @@ from miraccl.schedule.provenance import (
     VectorClock,
     add,
     add_in_rank_order,
+    rank_list,
 )
+from miraccl.schedule.steps import sent_table
 from miraccl.schedule.text import format_location
 from miraccl.types import Collective
 
@@ -30,7 +33,7 @@ from miraccl.types import Collective
 class _SymbolicMessage:
     """A message in a FIFO: copied symbols or, with ``cells``, the location to read them from."""
 
-    __slots__ = ("cells", "clock", "number", "sender", "symbols")
+    __slots__ = ("cells", "clock", "number", "sender", "symbols", "table")
 
     def __init__(
         self,
@@ -39,7 +42,9 @@ class _SymbolicMessage:
         clock: VectorClock | None,
         symbols: list[Symbol] | None,
         cells: range | None,
+        table: int | None,
     ) -> None:
+        self.table = table
         self.sender, self.number, self.clock, self.symbols, self.cells = (
             sender,
             number,
@@ -85,6 +90,8 @@ class ScheduleProof:
         memory = self.memory
         for cell, wanted in enumerate(memory.expected):
             if wanted is None or memory.symbols[cell] == wanted:
+                if wanted is not None and memory.rows[cell] != ALL_ROWS:
+                    self._check_output_rows(cell, wanted)
                 continue
             held, writer = memory.symbols[cell], memory.writer[cell]
             who = (
@@ -101,6 +108,13 @@ class ScheduleProof:
                 f"{who}: at the end {memory.name(cell)} holds {held}, expected {wanted}"
             )
 
+    def _check_output_rows(self, cell: int, wanted: Symbol) -> None:
+        if missing := wanted.ranks & ~self.memory.rows[cell]:
+            raise ScheduleError(
+                f"{self.schedule.name}: at the end {self.memory.name(cell)} lacks rows of ranks"
+                f" {rank_list(missing)}"
+            )
+
 
 class _ChannelProof:
     """Symbolic run of one channel: program counters, FIFOs, signals, clocks."""
@@ -109,7 +123,7 @@ class _ChannelProof:
         self.proof, self.channel, self.memory = proof, channel, proof.memory
         self.schedule, self.depth, self.direct = proof.schedule, proof.depth, proof.direct
         self.steps = proof.schedule.channels[channel]
-        nranks = proof.schedule.nranks
+        nranks = proof.schedule.participants
         self.position = [0] * nranks
         self.fifos: dict[tuple[int, int], deque[_SymbolicMessage]] = {}
         self.signals: dict[tuple[int, int], deque[VectorClock | None]] = {}
@@ -126,7 +140,7 @@ class _ChannelProof:
     # control
 
     def run(self) -> None:
-        ready = deque(range(self.schedule.nranks))
+        ready = deque(range(self.schedule.participants))
         waiting: set[int] = set()
         while ready:
             rank = ready.popleft()
@@ -163,7 +177,7 @@ class _ChannelProof:
             return all(self.signals.get((peer, rank)) for peer in step.peers)
         if op is Op.BARRIER:
             self.at_barrier.add(rank)
-            return len(self.at_barrier) == self.schedule.nranks
+            return len(self.at_barrier) == self.schedule.participants
         if op >= Op.PUT:
             return True
         if step.recv_peer is not None and not self.fifos.get((step.recv_peer, rank)):
@@ -176,6 +190,8 @@ class _ChannelProof:
         """Execute ``step``; return the ranks that it may have unblocked."""
         op, src, dst = step.op, step.src, step.dst
         self.received.clear()
+        if self.schedule.tables:
+            self._check_rows_read(step, rank)
         if op is Op.SIGNAL:
             return self._signal(step, rank)
         if op is Op.WAIT:
@@ -200,6 +216,8 @@ class _ChannelProof:
             stored = self.memory.cells(owner, dst)
             if not self._is_self_copy(step, rank, stored):
                 self._write(rank, stored, symbols, owner)
+            if dst.table is not None:
+                self._check_rows_stored(step, dst.table, stored)
         if op.sends and step.send_peer is not None:
             if self.direct and stored is not None:
                 self._send(rank, step.send_peer, None, stored)
@@ -230,10 +248,12 @@ class _ChannelProof:
                 [],
             )
         if op is Op.RECV_REDUCE_ALL:
-            assert src is not None
-            own = cells(rank, src)
+            if src is None and rank in step.peers:
+                raise StepViolation(f"rank {rank} is a peer of itself, but has no src to add")
             parts = [
-                self._read(rank, own) if other == rank else self._receive(rank, other, src.chunks)
+                self._read(rank, cells(rank, src))
+                if src is not None and other == rank
+                else self._receive(rank, other, step.chunks)
                 for other in step.peers
             ]
             return self._fold(parts), [other for other in step.peers if other != rank]
@@ -253,7 +273,7 @@ class _ChannelProof:
 
     def _barrier(self) -> Sequence[int]:
         """Release all ranks by advancing each past its barrier step."""
-        ranks = range(self.schedule.nranks)
+        ranks = range(self.schedule.participants)
         if self.clock:
             together = np.maximum.reduce(self.clock)
             for rank in ranks:
@@ -292,7 +312,10 @@ class _ChannelProof:
     def _send(
         self, rank: int, peer: int, symbols: list[Symbol] | None, cells: range | None
     ) -> None:
-        message = _SymbolicMessage(rank, self.position[rank], self._release(rank), symbols, cells)
+        table = sent_table(self.steps[rank][self.position[rank]])
+        message = _SymbolicMessage(
+            rank, self.position[rank], self._release(rank), symbols, cells, table
+        )
         self.fifos.setdefault((rank, peer), deque()).append(message)
 
     def _receive(self, rank: int, peer: int, chunks: int) -> list[Symbol]:
@@ -401,6 +424,56 @@ class _ChannelProof:
             raise StepViolation(f"{step.src} and {step.dst} overlap partially")
         return source == stored and step.op is Op.COPY
 
+    # rows
+
+    def _check_rows_read(self, step: Step, rank: int) -> None:
+        """Check that the step reads all rows that the chunks may have, and no row that is stale.
+
+        A chunk with the contributions of some ranks is zero outside of their rows, whatever the
+        tables of a run are.
+        """
+        if step.op is Op.RECV_REDUCE_SEND:
+            raise StepViolation("sends a sum that it does not store: no table names its rows")
+        refs = [step.src, step.dst if step.op is Op.RECV_REDUCE else None]
+        for ref in refs:
+            if ref is None or ref.table is None:
+                continue
+            listed = self.schedule.tables[ref.table]
+            owners = (step.recv_peer,) if step.op is Op.GET else (rank,)
+            for owner in step.peers if step.op is Op.REDUCE_FROM_PEERS else owners:
+                assert owner is not None
+                for cell in self.memory.cells(owner, ref):
+                    symbol, held = self.memory.symbols[cell], self.memory.rows[cell]
+                    if symbol is not None and symbol.ranks & ~listed:
+                        raise StepViolation(
+                            f"table {ref.table} has no rows of ranks"
+                            f" {rank_list(symbol.ranks & ~listed)}, which {self.memory.name(cell)}"
+                            " holds"
+                        )
+                    if held != ALL_ROWS and listed & ~held:
+                        raise StepViolation(
+                            f"reads rows of ranks {rank_list(listed & ~held)} in"
+                            f" {self.memory.name(cell)}, which was written without them"
+                        )
+
+    def _check_rows_stored(self, step: Step, table: int, stored: range) -> None:
+        """Check that the step stores exactly the rows of ``table``, and that these are enough."""
+        tables, listed = self.schedule.tables, self.schedule.tables[table]
+        if step.op is Op.RECV or step.op is Op.RECV_COPY_SEND:
+            given = self.received[0].table
+        else:
+            given = step.src.table if not step.op.reduces and step.src is not None else table
+        if given is not None and tables[given] != listed:
+            raise StepViolation(f"stores the rows of table {table}, but has those of table {given}")
+        for cell in stored:
+            symbol = self.memory.symbols[cell]
+            if symbol is not None and symbol.ranks & ~listed:
+                raise StepViolation(
+                    f"table {table} has no rows of ranks {rank_list(symbol.ranks & ~listed)}, whose"
+                    f" contributions {self.memory.name(cell)} gets"
+                )
+            self.memory.rows[cell] = listed
+
     # the end
 
     def _check_unreceived(self) -> None:
@@ -454,7 +527,7 @@ class _ChannelProof:
         step = self.steps[rank][self.position[rank]]
         if step.op is Op.BARRIER:
             peer = next(
-                other for other in range(self.schedule.nranks) if other not in self.at_barrier
+                other for other in range(self.schedule.participants) if other not in self.at_barrier
             )
             return peer, f"rank {peer} to reach the barrier"
         if step.op is Op.WAIT:

@@ -22,6 +22,9 @@ from miraccl.types import Collective
 #: limit of the cells of all ranks in a proof, because a text may contain any number
 MAX_CELLS = 1 << 24
 
+#: rows of a cell that was not written by rows: all of them
+ALL_ROWS = -1
+
 #: vector clock: latest time of each rank that happened before the owner's current step
 VectorClock = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -114,7 +117,7 @@ class ProofMemory:
 
     def __init__(self, schedule: Schedule, in_place: bool) -> None:
         self.schedule = schedule
-        layout = [rank_cells(schedule, rank, in_place) for rank in range(schedule.nranks)]
+        layout = [rank_cells(schedule, rank, in_place) for rank in range(schedule.participants)]
         if sum(cells.cells for cells in layout) > MAX_CELLS:
             raise ScheduleError(f"{schedule.name}: cannot verify more than {MAX_CELLS} chunks")
         self.bases: list[
@@ -131,6 +134,8 @@ class ProofMemory:
         self.expected: list[Symbol | None] = [None] * total  # for cells of outputs
         self.scratch_part = [-1] * total  # for cells of scratch
         self.writer: list[Access | None] = [None] * total
+        #: ranks whose rows a cell holds, as bits; inputs hold all rows, the zero ones included
+        self.rows: list[int] = [ALL_ROWS] * total
         self.readers: list[dict[tuple[int, int], Access] | None] = [
             None
         ] * total  # since the last write, by (channel, rank)

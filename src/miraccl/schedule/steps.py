@@ -55,8 +55,11 @@ def recv_reduce_copy_send(src: Ref, dst: Ref, frm: int, to: int) -> Step:
     return Step(op=Op.RECV_REDUCE_COPY_SEND, src=src, dst=dst, recv_peer=frm, send_peer=to)
 
 
-def recv_reduce_all(src: Ref, dst: Ref, peers: Iterable[int]) -> Step:
-    """Fold one message per peer in the order of ``peers``; the rank itself stands for ``src``."""
+def recv_reduce_all(src: Ref | None, dst: Ref, peers: Iterable[int]) -> Step:
+    """Fold one message per peer in the order of ``peers``; the rank itself stands for ``src``.
+
+    An aggregator has no ``src``.
+    """
     return Step(op=Op.RECV_REDUCE_ALL, src=src, dst=dst, peers=tuple(peers))
 
 
@@ -90,6 +93,12 @@ def peers_after(rank: int, nranks: int) -> list[int]:
     """Return all other ranks in ring order, starting with ``rank + 1``."""
     # Not in rank order: otherwise all ranks would address rank 0 first.
     return [(rank + distance) % nranks for distance in range(1, nranks)]
+
+
+def sent_table(step: Step) -> int | None:
+    """Return the table of the rows that a sending step's message carries."""
+    ref = step.src if step.op is Op.SEND else step.dst
+    return ref.table if ref is not None else None
 
 
 def one_channel(

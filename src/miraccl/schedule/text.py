@@ -11,8 +11,9 @@
         ...
 
 A step consists of its primitive and those of its operands it has: ``src``, ``-> dst``, ``from``
-recv_peer, ``to`` send_peer, ``peers``. ``input[4+2]`` denotes chunks 4 and 5. Indentation is free,
-``#`` starts a comment. ``parse(dump(s)) == s`` for every schedule.
+recv_peer, ``to`` send_peer, ``peers``. ``input[4+2]`` denotes chunks 4 and 5, ``input[4]@1`` the
+rows of chunk 4 that table 1 lists; lines such as ``table 1 ranks 0 2`` after the notes define the
+tables. Indentation is free, ``#`` starts a comment. ``parse(dump(s)) == s`` for every schedule.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ from miraccl.schedule.ir import Buffer, Op, Ref, Schedule, Step
 from miraccl.types import Collective
 
 T = TypeVar("T")
+#: limit of the ranks of a table, because a text may contain any number
+MAX_TABLE_RANKS = 1 << 16
 
 _OPS = {op.name.lower(): op for op in Op}
 _BUFFERS = {buffer.name.lower(): buffer for buffer in Buffer}
 _COLLECTIVES = {collective.label: collective for collective in Collective}
-_REF = re.compile(r"(input|output|scratch)\[(\d{1,9})(?:\+(\d{1,9}))?\]")
+_REF = re.compile(r"(input|output|scratch)\[(\d{1,9})(?:\+(\d{1,9}))?\](?:@(\d{1,9}))?")
+_TABLE = re.compile(r"(\d{1,9}) ranks((?: \d{1,9})+)")
 _HEADER = re.compile(r'("(?:[^"\\]|\\.)*")\s+(\w+)((?:\s+\w+\s+\d{1,9})*)')
 
 
@@ -44,6 +48,9 @@ def dump(schedule: Schedule) -> str:
         f" {schedule.scratch_chunks}"
     ]
     lines += [f"note {json.dumps(note)}" for note in schedule.notes]
+    for number, ranks_of_table in enumerate(schedule.tables):
+        members = (r for r in range(ranks_of_table.bit_length()) if ranks_of_table >> r & 1)
+        lines.append(f"table {number} ranks {' '.join(map(str, members))}")
     for channel, ranks in enumerate(schedule.channels):
         lines.append(f"channel {channel}")
         for rank, steps in enumerate(ranks):
@@ -140,7 +147,8 @@ def parse_ref(text: str) -> Ref:
     match = _REF.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a reference such as output[3] or input[4+2]")
-    return Ref(_BUFFERS[match[1]], int(match[2]), int(match[3] or 1))
+    table = None if match[4] is None else int(match[4])
+    return Ref(_BUFFERS[match[1]], int(match[2]), int(match[3] or 1), table)
 
 
 def _rank(text: str) -> int:
@@ -162,6 +170,7 @@ class _ScheduleParser:
         self.number = 0
         self.header: tuple[str, Collective, dict[str, int]] | None = None
         self.notes: list[str] = []
+        self.tables: list[int] = []
         self.channels: list[list[list[Step]]] = []
 
     def fail(self, problem: str) -> NoReturn:
@@ -172,6 +181,7 @@ class _ScheduleParser:
         handlers: dict[str, Callable[[str], None]] = {
             "schedule": self.parse_header,
             "note": self.add_note,
+            "table": self.add_table,
             "channel": self.add_channel,
             "rank": self.add_rank,
         }
@@ -221,6 +231,18 @@ class _ScheduleParser:
     def add_note(self, rest: str) -> None:
         self.notes.append(self.parse_string(rest))
 
+    def add_table(self, rest: str) -> None:
+        match = _TABLE.fullmatch(" ".join(rest.split()))
+        if match is None or int(match[1]) != len(self.tables):
+            self.fail(
+                f"cannot parse {rest!r}: expected a table such as: table {len(self.tables)} ranks"
+                " 0 2"
+            )
+        ranks = {int(rank) for rank in match[2].split()}
+        if max(ranks) >= MAX_TABLE_RANKS:
+            self.fail(f"rank {max(ranks)} is too large; allowed are ranks below {MAX_TABLE_RANKS}")
+        self.tables.append(sum(1 << rank for rank in ranks))
+
     def add_channel(self, rest: str) -> None:
         if rest != str(len(self.channels)):
             self.fail(
@@ -253,6 +275,7 @@ class _ScheduleParser:
                 scratch_chunks=fields.get("scratch", 0),
                 channels=tuple(tuple(tuple(steps) for steps in ranks) for ranks in self.channels),
                 notes=tuple(self.notes),
+                tables=tuple(self.tables),
             )
         except ValueError as error:
             raise ScheduleError(str(error)) from None

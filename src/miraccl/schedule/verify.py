@@ -83,13 +83,16 @@ def is_direct_safe(schedule: Schedule, in_place: bool) -> bool:
 
 def _check_static(schedule: Schedule) -> None:
     sizes = [
-        [schedule.chunks_at(buffer, rank) for buffer in Buffer] for rank in range(schedule.nranks)
+        [schedule.chunks_at(buffer, rank) for buffer in Buffer]
+        for rank in range(schedule.participants)
     ]
     for channel, ranks in enumerate(schedule.channels):
         for rank, steps in enumerate(ranks):
             for number, step in enumerate(steps):
-                problem = _peer_problem(step, rank, schedule.nranks) or _ref_problem(
-                    step, rank, sizes
+                problem = (
+                    _peer_problem(step, rank, schedule.participants)
+                    or _ref_problem(step, rank, sizes)
+                    or _table_problem(step, len(schedule.tables))
                 )
                 if problem:
                     raise ScheduleError(
@@ -132,6 +135,17 @@ def _ref_problem(step: Step, rank: int, sizes: Sequence[Sequence[int]]) -> str:
             return f"{dst} is written, but the input is read only"
         if dst.index + dst.chunks > sizes[owner][dst.buffer]:
             return _outside(dst, owner, sizes)
+    return ""
+
+
+def _table_problem(step: Step, ntables: int) -> str:
+    for ref in (step.src, step.dst):
+        if ref is None or (ref.table is None and not ntables):
+            continue
+        if ref.table is None:
+            return f"{ref} names no table of rows, as all references of this schedule must"
+        if not 0 <= ref.table < ntables:
+            return f"{ref} names table {ref.table}; the schedule has {ntables} tables"
     return ""
 
 

@@ -15,6 +15,8 @@ from miraccl.executor.cpu.sizes import ALIGN
 from miraccl.schedule.ir import Buffer, Op, Schedule, Step
 from miraccl.schedule.text import format_location
 
+#: steps on rows that the engine has
+ROW_OPS = frozenset((Op.SEND, Op.RECV, Op.COPY, Op.RECV_COPY_SEND, Op.RECV_REDUCE_ALL))
 SYNCS = frozenset((Op.SIGNAL, Op.WAIT, Op.BARRIER))
 #: Part of a step that is executed at once: (ranks received from, ranks posted to, description).
 StepPart = tuple[Sequence[int], Sequence[int], str]
@@ -25,11 +27,29 @@ def check_limits(schedule: Schedule) -> None:
     """Check that CPU ranks can run the schedule. Raises ``InvalidUsage`` naming the first step they
     cannot.
     """
+    if schedule.tables:
+        _check_rows(schedule)
     if schedule.needs_addressable_memory and schedule.scratch_chunks:
         _check_remote_memory(schedule)
     if schedule.ops & SYNCS:
         for channel in range(schedule.nchannels):
             _check_order(schedule, channel)
+
+
+def _check_rows(schedule: Schedule) -> None:
+    """Check that CPU ranks can run all steps on rows (``kernels.rows``)."""
+    for number, channel in enumerate(schedule.channels):
+        for rank, steps in enumerate(channel):
+            for position, step in enumerate(steps):
+                where = format_location(schedule, number, rank, position)
+                if step.op not in ROW_OPS:
+                    names = ", ".join(op.name for op in sorted(ROW_OPS))
+                    raise InvalidUsage(f"{where}: CPU ranks move rows with {names} only")
+                for ref in (step.src, step.dst):
+                    if ref is not None and (ref.chunks > 1 or ref.buffer is Buffer.SCRATCH):
+                        raise InvalidUsage(
+                            f"{where}: rows on CPUs are those of one chunk of input or output"
+                        )
 
 
 def check_width(schedule: Schedule, slot_bytes: int) -> None:

@@ -19,7 +19,8 @@ from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.limits import check_limits, check_width
 from miraccl.executor.cpu.rounds import rounds_of
 from miraccl.executor.cpu.sizes import ALIGN, chunk_bytes, count_hash
-from miraccl.schedule.ir import Op, Schedule, Step
+from miraccl.schedule.ir import Op, Ref, Schedule, Step
+from miraccl.schedule.rows import operand_tables
 from miraccl.types import Collective, DType, RedOp
 
 Words = npt.NDArray[np.int64]
@@ -31,6 +32,7 @@ class Program:
 
     Attributes:
         peers: Memory that the steps' lists of peers point into.
+        tables: Memory of the lists of tables, one per peer of a step.
         sends: Ranks that the program sends to.
     """
 
@@ -39,6 +41,7 @@ class Program:
     steps: Words
     peers: Words
     sends: Words
+    tables: Words
 
     @property
     def nsteps(self) -> int:
@@ -64,11 +67,21 @@ def lower(schedule: Schedule, rank: int, *, signalled: bool = False) -> Program:
         for step in steps
     ]
     peers = np.array([p for peers in lists for p in peers] or [0], np.int64)
+    given = operand_tables(schedule) if schedule.tables else {}
+    numbers = [
+        given.get((channel, rank, number), ())
+        for channel, ranks in enumerate(schedule.channels)
+        for number in range(len(ranks[rank]))
+    ]
+    tables = np.array([t for found in numbers for t in found] or [0], np.int64)
     table = np.zeros((max(len(steps), 1), layout.STEP_SIZE // 8), np.int64)
-    offset = 0
+    offset = tables_offset = 0
     for number, (step, listed) in enumerate(zip(steps, lists, strict=True)):
-        table[number] = _encode(step, when[number], peers.ctypes.data + 8 * offset, len(listed))
+        row = _encode(step, when[number], peers.ctypes.data + 8 * offset, len(listed))
+        row[layout.STEP_TABLES // 8] = tables.ctypes.data + 8 * tables_offset
+        table[number] = row
         offset += len(listed)
+        tables_offset += len(numbers[number])
     sends = sorted(
         {step.send_peer for step in steps if step.op.sends and step.send_peer is not None}
     )
@@ -77,6 +90,7 @@ def lower(schedule: Schedule, rank: int, *, signalled: bool = False) -> Program:
         rank=rank,
         steps=table[: len(steps)],
         peers=peers,
+        tables=tables,
         sends=np.array(sends or [0], np.int64)[: len(sends)],
     )
 
@@ -97,10 +111,16 @@ def _encode(step: Step, when: int, peers: int, npeers: int) -> Words:
         (layout.STEP_PEERS, peers),
         (layout.STEP_NPEERS, npeers),
         (layout.STEP_ROUNDS, when),
+        (layout.STEP_SRC_TABLE, _table(step.src)),
+        (layout.STEP_DST_TABLE, _table(step.dst)),
     )
     for place, value in fields:
         words[place // 8] = int(value)
     return words
+
+
+def _table(ref: Ref | None) -> int:
+    return -1 if ref is None or ref.table is None else ref.table
 
 
 def signature(collective: Collective, dtype: DType, op: RedOp, root: int, count: int) -> int:
@@ -151,6 +171,31 @@ class BlockCounts:
     ) -> None:
         self.words = np.array([agreed, reported, *inputs, *outputs], np.int64)
         self.address = int(self.words.ctypes.data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Rows of one run with tables, in the words of ``kernels.rows``.
+
+    Attributes:
+        words: A ``ROWS_*`` record.
+        nrounds: Rounds of the run, at least 1.
+        count: Elements of the block.
+        agreed: Value that ranks compare: a hash of what they must agree on.
+        moved_bytes: Bytes of the rows of the union.
+        owned: Memory that the record points to.
+    """
+
+    words: Words
+    nrounds: int
+    count: int
+    agreed: int
+    moved_bytes: int
+    owned: tuple[Words, ...]
+
+    @property
+    def address(self) -> int:
+        return int(self.words.ctypes.data)
 
 
 class Run:
@@ -228,7 +273,21 @@ class Run:
             self.words[place // 8] = value
         self.address = int(self.words.ctypes.data)
         self.window_run: Run | None = None
+        self.rows: Rows | None = None
         self._negotiate_peers = np.zeros(0, np.int64)
+
+    def set_rows(self, rows: Rows) -> None:
+        """Move these rows in the next run; its count is that of their block."""
+        self.rows = rows
+        words, agreed = self.words, count_hash(rows.agreed)
+        words[layout.RUN_ROWS // 8] = rows.address
+        words[layout.RUN_NROUNDS // 8] = rows.nrounds
+        words[layout.RUN_COUNT // 8] = rows.count
+        low = (1 << layout.SIG_COUNT_SHIFT) - 1
+        template = int(words[layout.RUN_TEMPLATE // 8]) & low
+        words[layout.RUN_TEMPLATE // 8] = template | agreed << layout.SIG_COUNT_SHIFT
+        # decides whether the GIL is released
+        words[layout.RUN_IN_BYTES // 8] = words[layout.RUN_OUT_BYTES // 8] = rows.moved_bytes
 
     def set_window_path(self, other: Run, ranks: Sequence[int]) -> None:
         """Use ``other`` instead if the buffers of this rank and of ``ranks`` are window memory."""

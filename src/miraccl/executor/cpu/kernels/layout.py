@@ -157,7 +157,8 @@ RUN_NEGOTIATE_PEERS, RUN_NEGOTIATE_NPEERS = 216, 224  # ranks to negotiate with
 RUN_SCRATCH_BLOCK = 232  # bytes of a block, which the chunks of scratch are parts of
 RUN_NIN, RUN_NOUT = 240, 248  # number of blocks in RUN_IN_BLOCKS and RUN_OUT_BLOCKS
 RUN_STREAM_FROM = 256  # bytes of both buffers from which RUN_STREAM is set
-RUN_SIZE = 264
+RUN_ROWS = 264  # rows that a run with tables moves, a ROWS_* record; 0: whole chunks
+RUN_SIZE = 272
 BLOCK_SIZE = 24
 # counts of a call: the value that ranks compare, elements for the progress page, then elements of
 # each block of the input, of the output
@@ -167,7 +168,24 @@ COUNTS_AGREED, COUNTS_REPORTED, COUNTS_BLOCKS = 0, 8, 16
 STEP_OP, STEP_SRC_BUF, STEP_SRC, STEP_DST_BUF, STEP_DST, STEP_CHUNKS = 0, 8, 16, 24, 32, 40
 STEP_RECV, STEP_SEND, STEP_PEERS, STEP_NPEERS, STEP_ROUNDS = 48, 56, 64, 72, 80
 EVERY_ROUND, FIRST_ROUND, LAST_ROUND, NEVER = 0, 1, 2, 3  # STEP_ROUNDS
-STEP_SIZE = 96
+# tables of src and dst, and of what the step receives, one per peer in STEP_PEERS; -1: none
+STEP_SRC_TABLE, STEP_DST_TABLE, STEP_TABLES = 88, 96, 104
+STEP_SIZE = 112
+
+# ---- rows of one run (kernels.rows)
+ROWS_BYTES, ROWS_TOTAL = 0, 8  # bytes of a row, of the block
+ROWS_PARTS, ROWS_NROUNDS = 16, 24
+ROWS_LISTS = 32  # rows of all tables and parts, ascending
+ROWS_STARTS = 40  # position in the lists by (table, part, round), and the end of the last round
+ROWS_ZERO = 48  # a row of zeros
+ROWS_SIZE = 56
+
+# ---- arguments of kernels.sparse.select
+SELECT_BITMAPS, SELECT_NTABLES = 0, 8  # addresses of the tables' bitmaps
+SELECT_UNION, SELECT_WORDS, SELECT_TOTAL = 16, 24, 32  # bitmap of the union, its words and bits
+SELECT_PARTS, SELECT_PER_ROUND, SELECT_NROUNDS = 40, 48, 56
+SELECT_LISTS, SELECT_STARTS = 64, 72
+SELECT_SIZE = 80
 
 # ---- one send or receive of an exchange
 OP_RECEIVES, OP_PEER, OP_ADDR, OP_BYTES, OP_SIG, OP_PREDECESSOR = 0, 8, 16, 24, 32, 40

@@ -29,6 +29,7 @@ from miraccl.executor.cpu.kernels.peer_memory import (
     send_signal,
     wait_signal,
 )
+from miraccl.executor.cpu.kernels.rows import do_row_step
 from miraccl.executor.cpu.kernels.slots import descriptor_line, next_slot_address
 from miraccl.executor.cpu.kernels.waiting import fail
 from miraccl.native.intrinsics import inline, load, memcpy, store
@@ -308,6 +309,8 @@ def copy_chunks(ctx: int, run: int, step: int, rnd: int) -> None:
 @inline
 def do_step(ctx: int, run: int, step: int, rnd: int) -> int:
     """Run one step in one round; return OK or an ERR_*."""
+    if load(run + layout.RUN_ROWS) != 0:
+        return do_row_step(ctx, run, step, rnd)
     op = load(step + layout.STEP_OP)
     if op == SEND:
         buffer, index, chunks = (

@@ -1,0 +1,125 @@
+"""Sums of arrays that are mostly zero."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar, overload
+
+from miraccl.errors import InvalidUsage
+from miraccl.ops.device_arrays import is_gpu_array
+from miraccl.planning.sparse import SparseCandidate
+from miraccl.runtime import group as groups
+from miraccl.runtime.dispatch import Dispatcher
+from miraccl.runtime.sparse import NAME, SparseReducer
+from miraccl.runtime.work import Work
+from miraccl.types import Operator, RedOp
+
+SUM = RedOp.SUM
+A = TypeVar("A")
+
+
+class SparseCollectives(Dispatcher):
+    """Sparse collectives of a communicator."""
+
+    _sparse_reducer: SparseReducer | None = None
+
+    @overload
+    def all_reduce_sparse(
+        self,
+        x: A,
+        op: Operator = ...,
+        *,
+        out: A | None = ...,
+        block: int | None = ...,
+        density: float | None = ...,
+        async_op: Literal[False] = ...,
+    ) -> A: ...
+    @overload
+    def all_reduce_sparse(
+        self,
+        x: A,
+        op: Operator = ...,
+        *,
+        out: A | None = ...,
+        block: int | None = ...,
+        density: float | None = ...,
+        async_op: Literal[True],
+    ) -> Work: ...
+    def all_reduce_sparse(
+        self,
+        x: A,
+        op: Operator = SUM,
+        *,
+        out: A | None = None,
+        block: int | None = None,
+        density: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduce ``x``, in which most blocks are zero, over all ranks; every rank gets the result.
+
+        Blocks in which no bit is set stay where they are, all others are summed in rank order. The
+        result has the same bits as ``all_reduce`` with ``deterministic=True``, -0.0 and NaN
+        included. ``last_plan`` says the size of the blocks, their density, and why the dense
+        schedule was taken if it was.
+
+        Args:
+            x: Input, contiguous, in CPU memory, the same count and dtype on all ranks.
+            op: Reduction: a ``RedOp`` or a ``PreMulSum``.
+            out: Output of the same count and dtype; None reduces in place.
+            block: Elements of a block; None chooses among 256 bytes to 16 KiB. The same on all
+                ranks.
+            density: Expected share of blocks that are not zero, from 0 to 1; None takes a sample.
+                The same on all ranks.
+            async_op: Return a ``Work`` at once and run in the background.
+
+        Returns:
+            ``out`` if given, else ``x``; a ``Work`` with ``async_op``.
+
+        Raises:
+            InvalidUsage: An argument is not allowed; nothing was sent.
+            CollectiveMismatch: Ranks called different operations or passed different arguments.
+            CollectiveTimeout, PeerDied, CommunicatorAborted: The operation failed; the communicator
+                is broken.
+        """
+        for array in (x, out):
+            if array is not None and is_gpu_array(array):
+                raise InvalidUsage(
+                    f"cannot run {NAME}: the array is in GPU memory; allowed is CPU memory",
+                    rank=self.rank,
+                    hint="all_reduce takes GPU memory",
+                )
+        if groups.current() is not None:
+            raise InvalidUsage(
+                f"cannot run {NAME} inside a group: it is more than one operation", rank=self.rank
+            )
+        return self._sparse().reduce((x, out, op), block, density, async_op)
+
+    def explain_sparse(
+        self,
+        nbytes: int,
+        dtype: Any = "float32",
+        *,
+        density: float = 0.01,
+        block: int = 256,
+        in_window: bool = False,
+    ) -> list[SparseCandidate]:
+        """Return rows and the dense schedule for ``all_reduce_sparse``, the chosen one first.
+
+        Args:
+            nbytes: Bytes of the array.
+            dtype: Element type.
+            density: Share of blocks that are not zero on each rank, from 0 to 1.
+            block: Elements of a block.
+            in_window: All ranks pass window memory (``comm.empty``).
+
+        Returns:
+            Two ``SparseCandidate`` records with predicted times and the break-even density.
+
+        Raises:
+            InvalidUsage: An argument is not allowed.
+        """
+        return self._sparse().explain(nbytes, dtype, density, block, in_window)
+
+    def _sparse(self) -> SparseReducer:
+        if self._sparse_reducer is None:
+            self._sparse_reducer = SparseReducer(self._core)
+        return self._sparse_reducer

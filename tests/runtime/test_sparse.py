@@ -1,0 +1,56 @@
+"""Sparse all-reduce on real ranks: the same bits as the deterministic dense sum."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.runtime import sparse_ranks
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.multiprocess
+
+#: TEST_SLOW=1 runs more than ten thousand cases
+SLOW = bool(os.environ.get("TEST_SLOW"))
+CASES = 2600 if SLOW else 40
+
+
+@pytest.mark.parametrize("nranks", [1, 2, 3, 5])
+def test_same_bits_as_dense(nranks: int) -> None:
+    timeout = 1200.0 if SLOW else 60.0
+    cases = sparse_ranks.random_cases
+    used = run_ranks(cases, nranks, nranks, CASES, 1, 0, not SLOW, timeout=timeout)
+    assert (nranks == 1) == ("sparse_two_shot" not in used[0])
+
+
+def test_same_bits_over_hosts() -> None:
+    used = run_ranks(sparse_ranks.random_cases, 3, 9, 6, 0, 1)
+    assert "sparse_two_shot" in used[0]
+
+
+@pytest.mark.parametrize("field", ["count", "dtype", "operator", "block", "density"])
+def test_arguments_differ(field: str) -> None:
+    for text in run_ranks(sparse_ranks.different_arguments, 2, field):
+        assert f"ranks passed different values of {field}" in text
+        assert "on rank 0" in text
+
+
+def test_plans() -> None:
+    for sparse, dense, window, after in run_ranks(sparse_ranks.plans, 2):
+        assert sparse.algo == "sparse_two_shot"
+        assert sparse.block == 256
+        assert sparse.density == pytest.approx(1 / (1 << 14))
+        assert 0 < sparse.union < sparse.break_even
+        assert dense.algo != "sparse_two_shot"
+        assert dense.reason.startswith("dense: about 100.0% of the blocks are not zero")
+        assert window.reason.startswith("dense: ")
+        assert not hasattr(after, "block")
+
+
+def test_refused_arguments() -> None:
+    for found in run_ranks(sparse_ranks.refused, 2):
+        assert len(found) == 5
+        assert "block is 0; allowed are 1 to" in found[0]
+        assert "density is 1.5; allowed are 0.0 to 1.0" in found[3]
+        assert "inside a group" in found[4]
