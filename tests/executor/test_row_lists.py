@@ -22,7 +22,8 @@ def test_scan() -> None:
         for row in (1, 3, 8, 64, 100, 256, 300, 4096):
             data = rng.integers(0, 256, nbytes, np.uint8) * (rng.random(nbytes) < 4 / row)
             rows = -(-nbytes // row)
-            want = np.pad(data, (0, rows * row - nbytes)).reshape(rows, row).any(axis=1)
+            padded = np.pad(data, (0, rows * row - nbytes)).reshape(rows, row)
+            want = np.asarray(padded.any(axis=1))
             bitmap = np.full(row_lists.words_for(rows) + 1, -1, np.int64)
             found = row_lists.scan(data.ctypes.data, nbytes, row, bitmap)
             assert np.array_equal(bitmap[:-1], _packed(want)), (nbytes, row)
@@ -42,7 +43,7 @@ def test_larger_rows() -> None:
     rng = np.random.default_rng(2)
     for rows in (1, 63, 64, 65, 255, 256, 257, 1000):
         bits = rng.random(rows) < 0.1
-        want = np.pad(bits, (0, -rows % 4)).reshape(-1, 4).any(axis=1)
+        want = np.asarray(np.pad(bits, (0, -rows % 4)).reshape(-1, 4).any(axis=1))
         assert np.array_equal(row_lists.coarsen(_packed(bits)), _packed(want))
 
 
