@@ -31,6 +31,7 @@ LAYERS = (
     "sim",
     "torch",
     "ray",
+    "nccl_plugin",
     "tools",
 )
 """Subpackages from the bottom to the top; a module imports its own layer and those before it."""

@@ -265,7 +265,7 @@ NET = declare(
     "NET",
     "auto",
     str,
-    "Transport between hosts: auto, tcp, or the name of another registered transport.",
+    "Transport between hosts: auto, tcp, udp, plugin:PATH, or the name of another one.",
     kind="text",
 )
 SOCKET_IFNAME = declare(
@@ -275,6 +275,15 @@ SOCKET_IFNAME = declare(
     "Interfaces to use: a list of prefixes; ^ excludes them, = selects exact names.",
     kind="text",
     nccl="SOCKET_IFNAME",
+)
+NET_PLUGIN = declare(
+    "NET_PLUGIN",
+    "",
+    str,
+    "Network plugins of NCCL, files or names separated by commas, of which MIRACCL_NET=plugin uses "
+    "the first that loads.",
+    kind="text",
+    nccl="NET_PLUGIN",
 )
 NET_PORT_RANGE = declare(
     "NET_PORT_RANGE",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
 import pytest
 
 import miraccl
-from miraccl import Communicator
+from miraccl import Communicator, nccl_plugin
 from miraccl.transport import registry
 from tests.runtime import cases
 from tests.runtime.test_life import in_threads
@@ -36,6 +37,9 @@ def perform(comm: Communicator, net: str, seed: int) -> list[str]:
 
 
 def in_processes(net: str, seed: int) -> list[str]:
+    if net == "plugin":  # the plugin that this process exports carries the data over TCP
+        os.environ["MIRACCL_NET"] = "tcp"
+        os.environ["MIRACCL_NET"] = f"plugin:{nccl_plugin.export(set_environment=False).path}"
     with miraccl.init(timeout=30) as comm:
         return perform(comm, net, seed)
 

@@ -28,9 +28,11 @@ from miraccl.errors import CommunicatorClosed, MiracclError, as_system_failure
 from miraccl.proxy.commands import COMMAND_TIMEOUT_S, CommandQueue
 from miraccl.proxy.datagram_driver import DatagramDriver, DatagramSockets
 from miraccl.proxy.driver import NO_TIMER, Driver
+from miraccl.proxy.plugin_driver import PluginDriver
 from miraccl.proxy.stream_driver import StreamDriver
 from miraccl.transport.base import DatagramConnection, NetConnection, OnLost, Wake
 from miraccl.transport.fifo import PAGE_BYTES, Atomics, PrivateMemory, native_atomics
+from miraccl.transport.net_plugin import PluginConnection
 from miraccl.wire import proxy_records as wire
 
 log = trace.logger("proxy")
@@ -125,6 +127,8 @@ class Proxy:
             first = connection.streams[0].fileno()
             sockets = self._sockets.setdefault(first, DatagramSockets(connection.streams))
             return DatagramDriver(connection, sockets=sockets, **shared)
+        if isinstance(connection, PluginConnection):
+            return PluginDriver(connection, **shared)
         return StreamDriver(connection, **shared)
 
     def reached(self, peer: int) -> bool:

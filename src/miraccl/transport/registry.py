@@ -107,9 +107,10 @@ def allowed(net: str = AUTO) -> list[TransportSpec]:
         InvalidUsage: ``net`` is neither ``auto`` nor the name of a network transport.
     """
     networks = [spec.name for spec in _specs.values() if spec.network]
+    given, net = net, net.partition(":")[0]  # plugin:PATH
     if net != AUTO and net not in networks:
         raise InvalidUsage(
-            f"cannot use MIRACCL_NET={net}: allowed are {', '.join([AUTO, *networks])}"
+            f"cannot use MIRACCL_NET={given}: allowed are {', '.join([AUTO, *networks])}"
         )
     return [
         spec
@@ -164,6 +165,10 @@ def _score_tcp(a: Endpoint, b: Endpoint) -> Score:
     return 10, "addresses of a common family"
 
 
+def _score_plugin(a: Endpoint, b: Endpoint) -> Score:
+    return (0, "one rank") if a.rank == b.rank else (10, "the network plugin that is named")
+
+
 SHM = register(
     TransportSpec(
         name="shm",
@@ -195,6 +200,16 @@ UDP = register(
         module="miraccl.transport.datagram",
         automatic=False,
         proxy="miraccl.proxy.datagram_engine:DatagramEngine",
+    )
+)
+PLUGIN = register(
+    TransportSpec(
+        name="plugin",
+        capabilities=Capability.ORDERED | Capability.IN_PLACE | Capability.NEEDS_PROGRESS,
+        score=_score_plugin,
+        module="miraccl.transport.net_plugin",
+        automatic=False,
+        proxy="miraccl.proxy.thread:Proxy",
     )
 )
 MEMORY = register(

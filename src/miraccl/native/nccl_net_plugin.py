@@ -1,0 +1,256 @@
+"""Loader of NCCL's network plugins: any version from 6 to 12 behind one set of methods.
+
+The methods are those of the newest interface without what older ones lack; each is one C call
+without the interpreter's lock. As in NCCL, ``connect``, ``accept``, ``isend`` and ``irecv`` return
+None where the plugin cannot proceed yet, and the caller tries again.
+
+Only host memory is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from miraccl import trace
+from miraccl.errors import InvalidUsage, SystemFailure, as_system_failure
+from miraccl.native import nccl_net_abi as abi
+from miraccl.native.nccl_net_abi import HANDLE_BYTES, PTR_HOST, Result
+
+log = trace.logger("net_plugin")
+
+_P = ctypes.c_void_p
+_LOGGER = ctypes.CFUNCTYPE(
+    None, ctypes.c_int, ctypes.c_ulong, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p
+)
+_UNDEFINED_TRAFFIC_CLASS = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetDevice:
+    """Properties of a plugin's device.
+
+    Attributes:
+        speed_mbps: Speed of the port.
+        pci_path: Folder in sysfs, "" if there is none.
+        pointer_support: PTR_HOST, PTR_CUDA, PTR_DMABUF as bits.
+        max_receives: Buffers per irecv.
+    """
+
+    name: str
+    pci_path: str
+    guid: int
+    pointer_support: int
+    speed_mbps: int
+    port: int
+    latency_us: float
+    max_comms: int
+    max_receives: int
+
+
+def _log_format(level: int, flags: int, file: bytes, line: int, text: bytes) -> None:
+    # The callback is variadic; only the format is passed on.
+    log.info("plugin: %s", (text or b"").decode(errors="replace"))
+
+
+_log = _LOGGER(_log_format)
+
+
+class NetPlugin:
+    """A loaded plugin.
+
+    Args:
+        path: File of the shared object, or a name that the dynamic loader finds.
+        version: Version to use; by default the newest that the plugin has.
+
+    Raises:
+        SystemFailure: The file cannot be loaded, or a call of the plugin fails.
+        InvalidUsage: It has no network plugin, or none of this version.
+    """
+
+    def __init__(self, path: str, version: int = 0) -> None:
+        self.path = path
+        with as_system_failure(f"cannot load the network plugin {path}"):
+            self._library = ctypes.CDLL(path)
+        wanted = (version,) if version else abi.VERSIONS
+        for candidate in wanted:
+            if hasattr(self._library, abi.symbol(candidate)):
+                self.version = candidate
+                break
+        else:
+            raise InvalidUsage(
+                f"cannot use {path} as a network plugin: it has none of the symbols "
+                f"{', '.join(map(abi.symbol, wanted))}"
+            )
+        table = ctypes.addressof(ctypes.c_char.in_dll(self._library, abi.symbol(self.version)))
+        words = (ctypes.c_uint64 * (1 + len(abi.entries(self.version)))).from_address(table)
+        self.name = ctypes.string_at(words[0]).decode(errors="replace") if words[0] else ""
+        self._functions = {
+            entry: ctypes.CFUNCTYPE(ctypes.c_int)(address) if address else None
+            for entry, address in zip(abi.entries(self.version), words[1:], strict=True)
+        }
+        self._context = _P()
+        self._config = ctypes.c_int(_UNDEFINED_TRAFFIC_CLASS)
+        if self.version >= 11:
+            self._call(
+                "init",
+                ctypes.byref(self._context),
+                ctypes.c_uint64(0),
+                ctypes.byref(self._config),
+                _log,
+                _P(),
+            )
+        elif self.version == 10:
+            self._call("init", _log, _P())
+        else:
+            self._call("init", _log)
+
+    def _call(self, entry: str, *arguments: Any) -> None:
+        function = self._functions[entry]
+        if function is None:
+            raise SystemFailure(f"network plugin {self.name} has no {entry}")
+        result = function(*arguments)
+        if result != Result.SUCCESS:
+            reason = Result(result).name if result in set(Result) else str(result)
+            raise SystemFailure(f"network plugin {self.name} failed in {entry}: {reason}")
+
+    def _contextual(self) -> tuple[Any, ...]:
+        return (self._context,) if self.version >= 11 else ()
+
+    def devices(self) -> list[NetDevice]:
+        """Return the properties of all devices."""
+        count = ctypes.c_int()
+        self._call("devices", ctypes.byref(count))
+        return [self._device(dev) for dev in range(count.value)]
+
+    def _device(self, dev: int) -> NetDevice:
+        p: Any = abi.PROPERTIES[self.version]()
+        self._call("getProperties", ctypes.c_int(dev), ctypes.byref(p))
+        return NetDevice(
+            name=(p.name or b"").decode(errors="replace"),
+            pci_path=(p.pciPath or b"").decode(errors="replace"),
+            guid=p.guid,
+            pointer_support=p.ptrSupport,
+            speed_mbps=p.speed,
+            port=p.port,
+            latency_us=p.latency,
+            max_comms=p.maxComms,
+            max_receives=p.maxRecvs,
+        )
+
+    def listen(self, dev: int) -> tuple[bytes, int]:
+        """Return the handle for the peer's ``connect``, and the listening object."""
+        handle = ctypes.create_string_buffer(HANDLE_BYTES)
+        comm = _P()
+        self._call("listen", *self._contextual(), ctypes.c_int(dev), handle, ctypes.byref(comm))
+        return handle.raw, comm.value or 0
+
+    def connect(self, dev: int, handle: Any) -> int | None:
+        """Begin or continue to connect.
+
+        Args:
+            handle: Buffer from ``handle_buffer``: the plugin keeps its progress in it, so all calls
+                for a connection pass the same one.
+        """
+        comm, device = _P(), _P()
+        config = (ctypes.byref(self._config),) if self.version == 10 else ()
+        device_argument = (ctypes.byref(device),) if self.version >= 7 else ()
+        self._call(
+            "connect",
+            *self._contextual(),
+            ctypes.c_int(dev),
+            *config,
+            handle,
+            ctypes.byref(comm),
+            *device_argument,
+        )
+        return comm.value
+
+    @staticmethod
+    def handle_buffer(handle: bytes) -> Any:
+        """Return a copy of a handle for ``connect``."""
+        return ctypes.create_string_buffer(handle, HANDLE_BYTES)
+
+    def accept(self, listening: int) -> int | None:
+        comm, device = _P(), _P()
+        device_argument = (ctypes.byref(device),) if self.version >= 7 else ()
+        self._call("accept", _P(listening), ctypes.byref(comm), *device_argument)
+        return comm.value
+
+    def register(self, comm: int, address: int, nbytes: int) -> int:
+        """Register host memory; return the plugin's handle for it."""
+        handle = _P()
+        size = ctypes.c_size_t(nbytes) if self.version >= 8 else ctypes.c_int(nbytes)
+        self._call(
+            "regMr", _P(comm), _P(address), size, ctypes.c_int(PTR_HOST), ctypes.byref(handle)
+        )
+        return handle.value or 0
+
+    def deregister(self, comm: int, handle: int) -> None:
+        self._call("deregMr", _P(comm), _P(handle))
+
+    def isend(self, comm: int, address: int, nbytes: int, tag: int, mhandle: int) -> int | None:
+        request = _P()
+        size = ctypes.c_size_t(nbytes) if self.version >= 9 else ctypes.c_int(nbytes)
+        profiler = (_P(),) if self.version >= 10 else ()
+        self._call(
+            "isend",
+            _P(comm),
+            _P(address),
+            size,
+            ctypes.c_int(tag),
+            _P(mhandle),
+            *profiler,
+            ctypes.byref(request),
+        )
+        return request.value
+
+    def irecv(self, comm: int, address: int, nbytes: int, tag: int, mhandle: int) -> int | None:
+        request = _P()
+        sizes: Any = ctypes.c_size_t(nbytes) if self.version >= 9 else ctypes.c_int(nbytes)
+        data, tags, mhandles, profiler = _P(address), ctypes.c_int(tag), _P(mhandle), _P()
+        profilers = (ctypes.byref(profiler),) if self.version >= 10 else ()
+        self._call(
+            "irecv",
+            _P(comm),
+            ctypes.c_int(1),
+            ctypes.byref(data),
+            ctypes.byref(sizes),
+            ctypes.byref(tags),
+            ctypes.byref(mhandles),
+            *profilers,
+            ctypes.byref(request),
+        )
+        return request.value
+
+    def test(self, request: int) -> int | None:
+        """Return the size of a finished request, None for one that has not finished."""
+        done, size = ctypes.c_int(), ctypes.c_int(-1)
+        self._call("test", _P(request), ctypes.byref(done), ctypes.byref(size))
+        return size.value if done.value else None
+
+    def close_send(self, comm: int) -> None:
+        self._call("closeSend", _P(comm))
+
+    def close_recv(self, comm: int) -> None:
+        self._call("closeRecv", _P(comm))
+
+    def close_listen(self, listening: int) -> None:
+        self._call("closeListen", _P(listening))
+
+
+def load_first(paths: Sequence[str]) -> NetPlugin:
+    """Return the first plugin of a list that loads, as NCCL reads ``NCCL_NET_PLUGIN``.
+
+    Raises:
+        SystemFailure: None loads; the message has every reason.
+    """
+    reasons = []
+    for path in paths:
+        try:
+            return NetPlugin(path)
+        except (SystemFailure, InvalidUsage) as error:
+            reasons.append(f"{path}: {error}")
+    raise SystemFailure(f"cannot load a network plugin: {'; '.join(reasons) or 'none is named'}")

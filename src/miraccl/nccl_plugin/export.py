@@ -1,0 +1,275 @@
+"""Export of miraccl's network transports as a network plugin of NCCL, without a compiler.
+
+``export`` writes a shared object that holds only data, loads it, and fills its tables with compiled
+entries (``kernels.entries``) and with callbacks into this process for setting up connections.
+NCCL, loading the same file later in this process, sees the filled tables.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from miraccl import native, trace
+from miraccl.errors import InvalidUsage, MiracclError, as_system_failure
+from miraccl.native import elf, nccl_net_abi
+from miraccl.native.nccl_net_abi import HANDLE_BYTES, PTR_HOST, UNDEFINED_ID, Result
+from miraccl.nccl_plugin.endpoint import PENDING_OFFSET, PluginEndpoint
+from miraccl.transport.fifo import memory_at
+
+log = trace.logger("nccl_plugin")
+
+KERNEL = "miraccl.nccl_plugin.kernels.entries"
+NAME = b"miraccl"
+EXPORTED = (8, 9, 10, 11, 12)
+#: Largest message: lengths of a stream's frames are bounded by ``wire.stream.MAX_MESSAGE_BYTES``.
+MAX_BYTES = 1 << 40
+SPEED_MBPS = 10_000
+_INT64 = ctypes.c_int64
+
+
+@dataclass(eq=False)
+class NcclPlugin:
+    """An exported plugin; it serves until the process ends.
+
+    Attributes:
+        path: Value for ``NCCL_NET_PLUGIN``.
+        versions: Versions of the interface that it offers.
+        endpoint: Its connections.
+    """
+
+    path: str
+    versions: tuple[int, ...]
+    endpoint: PluginEndpoint
+    keep: list[Any] = field(default_factory=list, repr=False)
+    """Objects that NCCL holds addresses of."""
+
+
+_exported: NcclPlugin | None = None
+
+
+def export(
+    *, versions: Sequence[int] = EXPORTED, path: str | None = None, set_environment: bool = True
+) -> NcclPlugin:
+    """Make this process's NCCL use miraccl's transports between hosts.
+
+    Call it before the first NCCL communicator is created, on every rank. The transport is the one
+    that ``MIRACCL_NET`` names, TCP by default. NCCL stages GPU memory through host memory, as with
+    its own sockets.
+
+    Args:
+        versions: Versions of NCCL's interface to offer, of 8 to 12; NCCL uses the newest it knows.
+        path: File of the shared object to write; by default a temporary one, removed at once after
+            loading would break NCCL's own loading, so it stays until the process ends.
+        set_environment: Set ``NCCL_NET_PLUGIN`` in this process's environment.
+
+    Returns:
+        The plugin; a second call returns the first call's.
+
+    Raises:
+        InvalidUsage: A version is unknown, or ``MIRACCL_NET`` names no network transport.
+        SystemFailure: The file cannot be written or loaded, or no address can be listened on.
+    """
+    global _exported
+    unknown = [v for v in versions if v not in EXPORTED]
+    if unknown or not versions:
+        raise InvalidUsage(
+            f"cannot export versions {list(versions)} of NCCL's plugin interface: allowed are "
+            f"{', '.join(map(str, EXPORTED))}"
+        )
+    if _exported is None:
+        _exported = _export(tuple(versions), path)
+    if set_environment:
+        os.environ["NCCL_NET_PLUGIN"] = _exported.path
+    return _exported
+
+
+def _export(versions: tuple[int, ...], path: str | None) -> NcclPlugin:
+    image = elf.data_object(
+        {nccl_net_abi.symbol(v): nccl_net_abi.table_bytes(v) for v in versions},
+        "libnccl-net-miraccl.so",
+    )
+    with as_system_failure("cannot write the plugin's shared object"):
+        if path is None:
+            folder = tempfile.mkdtemp(prefix="miraccl-nccl-")
+            path = str(Path(folder) / "libnccl-net-miraccl.so")
+        Path(path).write_bytes(image)
+        library = ctypes.CDLL(path)
+    plugin = NcclPlugin(path, versions, PluginEndpoint(), [library])
+    callbacks = _Callbacks(plugin.endpoint)
+    name = ctypes.create_string_buffer(NAME)
+    plugin.keep += [callbacks, name]
+    for version in versions:
+        table = ctypes.addressof(ctypes.c_char.in_dll(library, nccl_net_abi.symbol(version)))
+        addresses = [
+            ctypes.addressof(name),
+            *(callbacks.address(entry, version) for entry in nccl_net_abi.entries(version)),
+        ]
+        view = memory_at(table, nccl_net_abi.table_bytes(version)).cast("Q")
+        for index, address in enumerate(addresses):
+            view[index] = address
+    log.info("NCCL's network plugin is %s, over %s", path, plugin.endpoint.spec.name)
+    return plugin
+
+
+#: Entries that compiled code serves: name -> export of the kernel, by the version's calling form.
+_COMPILED = {
+    "iflush": "iflush",
+    "test": "test",
+    "regMr": "register",
+    "regMrDmaBuf": "unsupported",
+    "deregMr": "deregister",
+    "getDeviceMr": "unsupported",
+    "irecvConsumed": "unsupported",
+    "setNetAttr": "accepted",
+}
+#: Entries without a function: NCCL then makes no virtual devices.
+_ABSENT = ("makeVDevice",)
+
+
+class _Callbacks:
+    """Addresses of the functions of the tables, and the callbacks among them."""
+
+    def __init__(self, endpoint: PluginEndpoint) -> None:
+        self._endpoint = endpoint
+        self._library = native.library(KERNEL)
+        self._kept: dict[tuple[str, int], Any] = {}
+
+    def address(self, entry: str, version: int) -> int:
+        """Return the address of a table's function, 0 for one that may be absent."""
+        if entry in _ABSENT:
+            return 0
+        kernel = _COMPILED.get(entry)
+        if entry in ("isend", "irecv"):
+            kernel = f"{entry}{max(8, min(version, 10))}"
+        if kernel:
+            return self._library.address(native.PREFIX + kernel)
+        function, nargs = self._function(entry, version)
+        # Every C argument of these entries is an integer or a pointer in a register of its own.
+        kept = self._kept[entry, version] = ctypes.CFUNCTYPE(ctypes.c_int, *[_INT64] * nargs)(
+            _guarded(entry, function)
+        )
+        return ctypes.cast(kept, ctypes.c_void_p).value or 0
+
+    def _function(self, entry: str, version: int) -> tuple[Callable[..., None], int]:
+        """Return a callback and its number of arguments in a version."""
+        context = version >= 11
+        config = version == 10
+        match entry:
+            case "init":
+                return (self._init, 5) if context else (_nothing, 2 if config else 1)
+            case "devices":
+                return self._devices, 1
+            case "getProperties":
+                return lambda dev, address: self._properties(version, dev, address), 2
+            case "listen":
+                return self._after(self._listen, context), 3 + context
+            case "connect":
+                return self._connect_form(version), 4 + (context or config)
+            case "accept":
+                return self._accept, 3
+            case "finalize":
+                return _nothing, 1
+            case "closeListen":
+                return self._endpoint.close_listening, 1
+        return self._endpoint.close, 1  # closeSend, closeRecv
+
+    @staticmethod
+    def _after(function: Callable[..., None], skip: bool) -> Callable[..., None]:
+        """Return ``function`` without the context that newer versions pass first."""
+        return (lambda _, *rest: function(*rest)) if skip else function
+
+    def _connect_form(self, version: int) -> Callable[..., None]:
+        if version == 10:
+            return lambda dev, _config, handle, comm, device: self._connect(dev, handle, comm)
+        if version >= 11:
+            return lambda _context, dev, handle, comm, device: self._connect(dev, handle, comm)
+        return lambda dev, handle, comm, device: self._connect(dev, handle, comm)
+
+    def _init(self, context: int, *_: int) -> None:
+        _store(context, 1)
+
+    def _devices(self, count: int) -> None:
+        memory_at(count, 4)[:] = (1).to_bytes(4, "little")
+
+    def _properties(self, version: int, dev: int, address: int) -> None:
+        kind = nccl_net_abi.PROPERTIES[version]
+        ctypes.memset(address, 0, ctypes.sizeof(kind))
+        values: dict[str, Any] = {
+            "name": ctypes.cast(self._name(), ctypes.c_char_p),
+            "guid": int.from_bytes(self._endpoint.guid, "little"),
+            "ptrSupport": PTR_HOST,
+            "speed": self._endpoint.speed_mbps or SPEED_MBPS,
+            "port": 1,
+            "maxComms": 1 << 16,
+            "maxRecvs": 1,
+            "maxP2pBytes": MAX_BYTES,
+            "maxCollBytes": MAX_BYTES,
+            "maxMultiRequestSize": 1,
+            "railId": UNDEFINED_ID,
+            "planeId": UNDEFINED_ID,
+        }
+        properties = kind.from_address(address)
+        fields = {name for name, *_ in kind._fields_}
+        for name, value in values.items():
+            if name in fields:
+                setattr(properties, name, value)
+        if "vProps" in fields:
+            properties.vProps.ndevs = 1
+            properties.vProps.devs[0] = dev & 0xFFFFFFFF
+
+    def _name(self) -> Any:
+        if ("name", 0) not in self._kept:
+            self._kept["name", 0] = ctypes.create_string_buffer(NAME)
+        return self._kept["name", 0]
+
+    def _listen(self, dev: int, handle: int, comm: int) -> None:
+        data, number = self._endpoint.listen()
+        memory_at(handle, HANDLE_BYTES)[:] = data
+        _store(comm, number)
+
+    def _connect(self, dev: int, handle: int, comm: int) -> None:
+        """Begin or continue an attempt, whose number the handle keeps between the calls."""
+        pending = handle + PENDING_OFFSET
+        _store(comm, 0)
+        number = int.from_bytes(memory_at(pending, 8), "little")
+        if number == 0:
+            _store(pending, self._endpoint.start_connect(bytes(memory_at(handle, HANDLE_BYTES))))
+            return
+        connection = self._endpoint.poll_connect(number)
+        if connection:
+            _store(comm, connection.address)
+
+    def _accept(self, listening: int, comm: int, device: int) -> None:
+        connection = self._endpoint.poll_accept(listening)
+        _store(comm, connection.address if connection else 0)
+
+
+def _nothing(*_: int) -> None:
+    pass
+
+
+def _store(address: int, value: int) -> None:
+    memory_at(address, 8)[:] = value.to_bytes(8, "little")
+
+
+def _guarded(entry: str, function: Callable[..., None]) -> Callable[..., int]:
+    """Return ``function`` with results instead of exceptions, which C code cannot catch."""
+
+    def call(*args: int) -> int:
+        try:
+            function(*args)
+        except MiracclError as error:
+            log.warning("%s failed: %s", entry, error)
+            return Result.SYSTEM_ERROR
+        except Exception:
+            log.exception("%s failed", entry)
+            return Result.INTERNAL_ERROR
+        return Result.SUCCESS
+
+    return call

@@ -1,0 +1,3 @@
+"""Kernel sources of the exported network plugin."""
+
+SOURCES = ("miraccl.transport.fifo",)

@@ -1,0 +1,59 @@
+"""The exported plugin, driven by the loader as NCCL drives it: two processes, real sockets."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+
+import pytest
+
+from miraccl import nccl_plugin
+from miraccl.errors import InvalidUsage, SystemFailure
+from miraccl.native import nccl_net_abi
+from miraccl.native.nccl_net_plugin import NetPlugin, load_first
+
+from . import peer
+
+
+def exchange(version: int, sizes: list[int]) -> tuple[list[int], list[int]]:
+    here, there = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        other = pool.apply_async(run_peer, (there, version, sizes))
+        received = peer.transfer(here, version, sizes, sends=False)
+        return received, other.get(peer.TIMEOUT_S)
+
+
+def run_peer(pipe: object, version: int, sizes: list[int]) -> list[int]:
+    return peer.transfer(pipe, version, sizes, sends=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("version", nccl_plugin.EXPORTED)
+def test_messages_of_all_sizes(version: int) -> None:
+    rng = random.Random(version)
+    sizes = [0, 1, 32, 33, 65536, 65537, 1 << 20]
+    sizes += [rng.choice((rng.randrange(100), rng.randrange(200_000))) for _ in range(40)]
+    received, sent = exchange(version, sizes)
+    assert received == sent == sizes
+
+
+def test_device_properties() -> None:
+    for version in nccl_plugin.EXPORTED:
+        plugin = NetPlugin(nccl_plugin.export(set_environment=False).path, version)
+        (device,) = plugin.devices()
+        assert plugin.name == device.name == "miraccl"
+        assert device.pointer_support == nccl_net_abi.PTR_HOST
+        assert device.max_receives == 1
+        assert device.speed_mbps > 0
+
+
+def test_bad_input() -> None:
+    with pytest.raises(InvalidUsage, match="allowed are 8, 9, 10, 11, 12"):
+        nccl_plugin.export(versions=(7,))
+    plugin = NetPlugin(nccl_plugin.export(set_environment=False).path)
+    with pytest.raises(SystemFailure, match="failed in connect"):
+        plugin.connect(0, plugin.handle_buffer(bytes(128)))
+    with pytest.raises(SystemFailure, match=r"/nowhere\.so"):
+        load_first(["/nowhere.so"])
+    with pytest.raises(InvalidUsage, match="ncclNetPlugin_v12"):
+        NetPlugin("libm.so.6")
