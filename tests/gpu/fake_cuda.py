@@ -775,7 +775,7 @@ class CpuKernels:
         launch_orders: Any,
     ) -> None:
         from miraccl.api.communicator import Communicator
-        from miraccl.runtime.gpu.faults import DeviceFaults
+        from miraccl.runtime.gpu.kernel_faults import DeviceFaults
 
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         self.gpu = Gpu(ordinal)

@@ -10,7 +10,7 @@ import pytest
 
 from miraccl.executor.cuda import fast_call_layout
 from miraccl.executor.cuda.lower import CommArgs
-from miraccl.executor.cuda.messages import P2pMessage, WarpQueueRules, lower_messages
+from miraccl.executor.cuda.message_lowering import P2pMessage, WarpQueueRules, lower_messages
 from miraccl.fastpath.cuda.table import CudaFastPath, group_builtins
 from miraccl.ops.spec import BARRIER, OPS
 from miraccl.runtime import group as groups

@@ -10,7 +10,7 @@ import pytest
 
 from miraccl.errors import MiracclError, MissingDependency
 from miraccl.executor.cuda import layout, toolkit
-from miraccl.executor.cuda.messages import WarpQueueRules
+from miraccl.executor.cuda.message_lowering import WarpQueueRules
 from miraccl.executor.cuda.source import (
     FAMILIES,
     PACKET_MODES,

@@ -24,7 +24,7 @@ from miraccl.ops.device_arrays import DeviceMemory, DeviceReader, device_view
 from miraccl.ops.dlpack import KDLCUDA, DLTensor, capsule_of
 from miraccl.ops.host_arrays import view as cpu_view
 from miraccl.ops.spec import ALL_REDUCE
-from miraccl.ops.streams import find_current_stream, stream_handle
+from miraccl.ops.stream_handles import find_current_stream, stream_handle
 from miraccl.runtime.gpu.stream_order import MAX_KEPT_STREAMS, StreamKeepAlive
 from miraccl.runtime.gpu.windows import DeviceArray, DeviceWindows, _element_type
 from miraccl.runtime.window import element_type

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import miraccl
 from miraccl.executor.cuda import fast_call_layout
 from miraccl.executor.cuda.message_collectives import op_signature
-from miraccl.executor.cuda.messages import P2pMessage, WarpQueueRules
+from miraccl.executor.cuda.message_lowering import P2pMessage, WarpQueueRules
 from miraccl.ops.check import CheckedCall
 from miraccl.ops.device_arrays import DeviceMemory
 from miraccl.ops.spec import OPS

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import miraccl
 from miraccl.executor.cuda.lower import CommArgs
-from miraccl.executor.cuda.messages import P2pMessage, WarpQueueRules, lower_messages
+from miraccl.executor.cuda.message_lowering import P2pMessage, WarpQueueRules, lower_messages
 from miraccl.executor.cuda.source import Framing
 from miraccl.executor.cuda.warp_queues import COPY_BYTES
 from miraccl.types import DType

@@ -17,7 +17,7 @@ from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.message_collectives import describe_signature, op_signature
-from miraccl.executor.cuda.messages import (
+from miraccl.executor.cuda.message_lowering import (
     LoweredMessages,
     P2pMessage,
     WarpQueueRules,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.messages import LoweredMessages, P2pMessage, lower_messages
+from miraccl.executor.cuda.message_lowering import LoweredMessages, P2pMessage, lower_messages
 from miraccl.executor.cuda.source import Framing
 from miraccl.types import DType
 from tests.gpu.emulator import EmulatedMachine, launch, needs_compiler, patch_kernels, weak_memory

@@ -15,8 +15,8 @@ from miraccl.bootstrap import HUB, Notice, PeerLost
 from miraccl.diagnosis.error_codec import encode_error
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, PeerDied
 from miraccl.executor.cuda import layout, message_collectives
-from miraccl.runtime.gpu.faults import EXIT_NOTICE, FAULT_NOTICE, DeviceFaults
 from miraccl.runtime.gpu.flight_recorder import MessageRecord, OpLog, RecorderSnapshot
+from miraccl.runtime.gpu.kernel_faults import EXIT_NOTICE, FAULT_NOTICE, DeviceFaults
 from miraccl.runtime.multinode.faults import MultiNodeFaults
 from miraccl.types import Collective
 

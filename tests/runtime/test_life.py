@@ -35,7 +35,7 @@ from miraccl.errors import (
     SystemFailure,
 )
 from miraccl.executor.cpu.kernels import layout
-from miraccl.runtime import core, faults
+from miraccl.runtime import core, engine_faults
 from miraccl.runtime.fabric import ProcessFabric
 from miraccl.runtime.options import Options
 from miraccl.runtime.window import PAGE, WindowAllocator
@@ -319,7 +319,7 @@ def test_woken_thread_continues_after_others_are_notified(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The process may exit directly afterwards."""
-    monkeypatch.setattr(faults, "DELIVERY_WAIT_S", 20.0)
+    monkeypatch.setattr(engine_faults, "DELIVERY_WAIT_S", 20.0)
     late = LateRank1(2)
 
     def work(comm: Communicator) -> None:

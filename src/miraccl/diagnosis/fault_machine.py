@@ -2,8 +2,8 @@
 
 An input says what has happened; the result is a list of actions in the order in which they have to
 be done. ``CommunicatorFaults`` (``faults.py``) does them, with a provider for operations on CPUs
-(``runtime/faults.py``), on the GPUs of a host (``runtime/gpu/faults.py``) and on GPUs of several
-nodes (``runtime/multinode/faults.py``).
+(``runtime/engine_faults.py``), on the GPUs of a host (``runtime/gpu/kernel_faults.py``) and on GPUs
+of several nodes (``runtime/multinode/faults.py``).
 
 Rules:
 

@@ -28,7 +28,7 @@ from miraccl.ops.array_errors import (
 )
 from miraccl.ops.dlpack import IMMUTABLE, KDLCUDA, read_dlpack
 from miraccl.ops.spec import OpSpec
-from miraccl.ops.streams import dlpack_stream, find_current_stream, stream_handle
+from miraccl.ops.stream_handles import dlpack_stream, find_current_stream, stream_handle
 from miraccl.types import DType
 
 if TYPE_CHECKING:

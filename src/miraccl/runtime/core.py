@@ -35,10 +35,10 @@ from miraccl.planning.cost_model import CommunicatorShape, CpuConstants, default
 from miraccl.planning.planner import Overrides, Planner
 from miraccl.planning.tuning import prepare
 from miraccl.runtime import forks, summary
+from miraccl.runtime.engine_faults import CpuFaults
 from miraccl.runtime.exchange import Transfer, TransferEntry, TransferTable
 from miraccl.runtime.fabric import ProcessFabric
 from miraccl.runtime.fabric_contract import AgreedConfig, FabricFactory
-from miraccl.runtime.faults import CpuFaults
 from miraccl.runtime.forks import closed_reason
 from miraccl.runtime.options import Options
 from miraccl.runtime.progress import progress

@@ -14,7 +14,7 @@ from miraccl.ops.check import check_transfers
 from miraccl.ops.device_arrays import current_ordinal, device_ordinal, is_gpu_array
 from miraccl.ops.prepare import barrier, prepare
 from miraccl.ops.spec import BARRIER, OpSpec
-from miraccl.ops.streams import library_stream_getter
+from miraccl.ops.stream_handles import library_stream_getter
 from miraccl.runtime import group as groups
 from miraccl.runtime.control import GPU_SETUP
 from miraccl.runtime.gpu.call_context import CallContext

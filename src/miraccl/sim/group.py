@@ -19,7 +19,7 @@ from miraccl.sim.links import Route
 if TYPE_CHECKING:
     from miraccl.runtime.options import Options
     from miraccl.sim.collective import VirtualCollective
-    from miraccl.sim.messages import TransferQueue
+    from miraccl.sim.transfer_queue import TransferQueue
     from miraccl.sim.world import World
 
 POLL_S = 1e-6  # virtual time that a query of an unfinished operation takes

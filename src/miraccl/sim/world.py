@@ -22,12 +22,12 @@ from miraccl.errors import InvalidUsage, PeerDied
 from miraccl.planning.cost_model import CpuConstants
 from miraccl.runtime.options import Options
 from miraccl.sim.clock import BYTES_PER_US
-from miraccl.sim.communicator import VirtualCommunicator
 from miraccl.sim.engine_ranks import EngineRanks
 from miraccl.sim.fair_share import FairShareNetwork
 from miraccl.sim.group import VirtualGroup
 from miraccl.sim.links import Links, cluster
 from miraccl.sim.serial_clock import SerialClock
+from miraccl.sim.virtual_communicator import VirtualCommunicator
 
 #: What executes the collectives of a world.
 ENGINES = ("interpreter", "compiled")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.executor.cuda.messages import (
+from miraccl.executor.cuda.message_lowering import (
     LoweredMessages,
     P2pMessage,
     WarpQueueRules,

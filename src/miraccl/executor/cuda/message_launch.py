@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.launch import OVERLAP_MIN_ARCH, KernelLaunch, Kernels
 from miraccl.executor.cuda.lower import CommArgs
-from miraccl.executor.cuda.messages import (
+from miraccl.executor.cuda.message_lowering import (
     LoweredMessages,
     P2pMessage,
     WarpQueueRules,

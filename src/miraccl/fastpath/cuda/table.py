@@ -21,7 +21,7 @@ from miraccl import native
 from miraccl.executor.cuda import fast_call_layout
 from miraccl.executor.cuda.launch import KernelLaunch
 from miraccl.executor.cuda.layout import ARGS, GROUP_SIZES, TYPE_SHIFT
-from miraccl.executor.cuda.messages import LoweredMessages, P2pMessage, WarpQueueRules
+from miraccl.executor.cuda.message_lowering import LoweredMessages, P2pMessage, WarpQueueRules
 from miraccl.fastpath.cuda.foreign_types import (
     DL_DTYPES,
     STATE_CONSTANTS,

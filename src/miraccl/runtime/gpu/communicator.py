@@ -39,7 +39,7 @@ from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.launch import KernelLaunch, Kernels, driver_addresses
 from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.message_launch import MessageLaunches
-from miraccl.executor.cuda.messages import WarpQueueRules
+from miraccl.executor.cuda.message_lowering import WarpQueueRules
 from miraccl.executor.cuda.one_sided import OneSidedLaunch
 from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.fastpath.cuda.table import CudaFastPath, group_builtins
@@ -55,9 +55,9 @@ from miraccl.runtime.control import GPU_SETUP, ControlPlane, NullControlPlane
 from miraccl.runtime.forks import closed_reason
 from miraccl.runtime.gpu.collective_calls import CollectiveCalls
 from miraccl.runtime.gpu.engines import CopyEngines
-from miraccl.runtime.gpu.faults import DeviceFaults
 from miraccl.runtime.gpu.grouped import FastPathGroupable
 from miraccl.runtime.gpu.keep_alive import KeepAlive
+from miraccl.runtime.gpu.kernel_faults import DeviceFaults
 from miraccl.runtime.gpu.launch_order import LaunchOrders, thread_launch_orders
 from miraccl.runtime.gpu.messages import MessageOperations, message_frame
 from miraccl.runtime.gpu.probe import DeviceProbe

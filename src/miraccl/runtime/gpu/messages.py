@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from miraccl.errors import CollectiveMismatch, InvalidUsage, MiracclError
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.message_collectives import op_signature
-from miraccl.executor.cuda.messages import MAX_BYTES, P2pMessage, describe_message
+from miraccl.executor.cuda.message_lowering import MAX_BYTES, P2pMessage, describe_message
 from miraccl.executor.cuda.source import Framing
 from miraccl.executor.cuda.warp_queues import saturates_gpu
 from miraccl.ops.device_arrays import DeviceMemory

@@ -7,7 +7,7 @@ from typing import Any
 
 from miraccl.executor.cuda.contexts import WrongDevice
 from miraccl.ops.spec import OpSpec
-from miraccl.ops.streams import library_stream_getter
+from miraccl.ops.stream_handles import library_stream_getter
 from miraccl.runtime.gpu.operations import DeviceOperations, bind_result
 
 

@@ -26,7 +26,7 @@ from miraccl.runtime.gpu.messages import read_rejected_size
 from miraccl.runtime.gpu.unmatched import find_unmatched
 
 if TYPE_CHECKING:
-    from miraccl.runtime.gpu.faults import DeviceFaults
+    from miraccl.runtime.gpu.kernel_faults import DeviceFaults
 
 Reading = TypeVar("Reading")
 

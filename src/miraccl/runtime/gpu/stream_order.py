@@ -12,7 +12,7 @@ from typing import Any
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.launch import driver_addresses
 from miraccl.fastpath.cuda.table import CudaFastPath
-from miraccl.ops.streams import cupy_stream, find_current_stream, stream_handle
+from miraccl.ops.stream_handles import cupy_stream, find_current_stream, stream_handle
 
 #: stream objects retained, besides those of the last operations
 MAX_KEPT_STREAMS = 16

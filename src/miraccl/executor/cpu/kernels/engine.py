@@ -25,12 +25,12 @@ from miraccl.executor.cpu.kernels.calls import (
 )
 from miraccl.executor.cpu.kernels.counts import set_counts
 from miraccl.executor.cpu.kernels.fifo_messages import connection, drain
+from miraccl.executor.cpu.kernels.message_calls import send_and_receive, send_or_receive
 from miraccl.executor.cpu.kernels.p2p import exchange_all
 from miraccl.executor.cpu.kernels.peer_memory import negotiate_window
 from miraccl.executor.cpu.kernels.progress_page import begin_operation
 from miraccl.executor.cpu.kernels.steps import do_step
 from miraccl.executor.cpu.kernels.tagged import recv_tagged_message, send_tagged_message
-from miraccl.executor.cpu.kernels.transfers import send_and_receive, send_or_receive
 from miraccl.executor.cpu.kernels.waiting import fail, release_gil, restore_gil
 from miraccl.native.intrinsics import (
     PyLong_AsLong,

@@ -29,7 +29,7 @@ from miraccl.runtime.forks import closed_reason
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.sim.collective import VirtualCollective
 from miraccl.sim.group import ControlExchange, VirtualGroup, VirtualWork
-from miraccl.sim.messages import Half, TransferQueue
+from miraccl.sim.transfer_queue import Half, TransferQueue
 from miraccl.types import Collective, DType
 
 
