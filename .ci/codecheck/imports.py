@@ -122,6 +122,9 @@ def layer_of(module: str) -> str:
     return parts[1] if parts[1] in LAYERS else LEAVES
 
 
+_STATEMENTS = ast.stmt | ast.excepthandler | ast.match_case
+
+
 def _read_module(name: str, path: Path, modules: Mapping[str, Path]) -> Iterator[Import]:
     """Yield the imports of one file, also those of modules named in ``from package import``."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
@@ -159,7 +162,8 @@ def _read_module(name: str, path: Path, modules: Mapping[str, Path]) -> Iterator
             return
         inside = deferred or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         for child in ast.iter_child_nodes(node):
-            yield from visit(child, inside, type_only)
+            if isinstance(child, _STATEMENTS):  # expressions have no imports
+                yield from visit(child, inside, type_only)
 
     yield from visit(ast.parse(path.read_text("utf-8")), False, False)
 

@@ -9,6 +9,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from codecheck.api_docs import incomplete_api
@@ -44,27 +45,34 @@ class Source:
             if "data" not in f.relative_to(root).parts
         ]
 
-    def docstrings(self) -> Iterator[tuple[str, int, str]]:
-        """Yield name, line and text of every docstring."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, Documented) and (text := ast.get_docstring(node)):
-                yield getattr(node, "name", "module"), getattr(node, "lineno", 1), text
+    @cached_property
+    def docstrings(self) -> list[tuple[str, int, str]]:
+        """Name, line and text of every docstring."""
+        return [
+            (getattr(node, "name", "module"), getattr(node, "lineno", 1), text)
+            for node in ast.walk(self.tree)
+            if isinstance(node, Documented) and (text := ast.get_docstring(node))
+        ]
 
-    def comments(self) -> Iterator[tuple[int, str]]:
-        """Yield line and text of every comment."""
-        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
-            if token.type == tokenize.COMMENT:
-                yield token.start[0], token.string
+    @cached_property
+    def comments(self) -> list[tuple[int, str]]:
+        """Line and text of every comment."""
+        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
+        return [(t.start[0], t.string) for t in tokens if t.type == tokenize.COMMENT]
 
-    def identifiers(self) -> Iterator[tuple[int, str]]:
-        """Yield line and name of every definition: classes, functions, parameters, variables."""
+    @cached_property
+    def identifiers(self) -> list[tuple[int, str]]:
+        """Line and name of every definition: classes, functions, parameters, variables."""
+        found = []
         for node in ast.walk(self.tree):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                yield node.lineno, node.name
+                found.append((node.lineno, node.name))
             elif isinstance(node, ast.arg):
-                yield node.lineno, node.arg
+                found.append((node.lineno, node.arg))
             elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-                yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
+                name = node.id if isinstance(node, ast.Name) else node.attr
+                found.append((node.lineno, name))
+        return found
 
 
 def language_figures(root: Path) -> list[Figure]:
@@ -78,11 +86,11 @@ def language_figures(root: Path) -> list[Figure]:
         for page in docs
         for line, word in _text_words(page.read_text("utf-8"))
     ]
-    total = sum(1 for source in sources for _ in source.docstrings())
+    total = sum(1 for source in sources for _ in source.docstrings)
     heads = [
         f"{source.path}:{line}: {name}: {text.splitlines()[0]}"
         for source in sources
-        for name, line, text in source.docstrings()
+        for name, line, text in source.docstrings
         if HEADS.match(text)
     ]
     long_lines = Counter(
@@ -154,7 +162,7 @@ def split_identifier(name: str) -> list[str]:
 
 def _word_uses_in_identifiers(sources: Sequence[Source]) -> Iterator[str]:
     for source in sources:
-        for line, name in source.identifiers():
+        for line, name in source.identifiers:
             for word in split_identifier(name):
                 entry = VOCABULARY.get(word)
                 if entry and not entry.allowed(source.path):
@@ -163,10 +171,10 @@ def _word_uses_in_identifiers(sources: Sequence[Source]) -> Iterator[str]:
 
 def _word_uses_in_texts(sources: Sequence[Source]) -> Iterator[str]:
     for source in sources:
-        for name, line, text in source.docstrings():
+        for name, line, text in source.docstrings:
             for offset, word in _text_words(text, source.path):
                 yield f"{source.path}:{line + offset}: {name}: {word}"
-        for line, text in source.comments():
+        for line, text in source.comments:
             for _, word in _text_words(text, source.path):
                 yield f"{source.path}:{line}: {word}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import importlib
 import inspect
 import typing
@@ -34,6 +35,7 @@ _SAME = {"SearchedDomain": "SearchResult", "XmlNode": "XmlFile"}
 """Records that wrap another one of the flow."""
 
 
+@functools.cache
 def package_diagram() -> str:
     """Subpackages and their imports, without imports that follow from others."""
     graph = ImportGraph.read(ROOT)
@@ -64,6 +66,7 @@ def _reaches(edges: Mapping[str, set[str]], starts: set[str], target: str) -> bo
     return False
 
 
+@functools.cache
 def records_diagram() -> str:
     """Records of the flow from a machine to a program, and the functions between them."""
     nodes: dict[str, tuple[str, ...]] = {}

@@ -99,7 +99,7 @@ def test_words_with_a_plain_meaning_are_allowed_there() -> None:
 
 def test_code_in_backquotes_is_no_prose(tmp_path: Path) -> None:
     source = Source.read_all(make_tree(tmp_path, a='"""Return ``door``."""\n'), "src")
-    assert [text for s in source for _, _, text in s.docstrings()] == ["Return ``door``."]
+    assert [text for s in source for _, _, text in s.docstrings] == ["Return ``door``."]
     assert value(language_figures(tmp_path), "such words in docstrings") == 0
 
 
@@ -118,9 +118,11 @@ def test_table_and_json() -> None:
 
 
 @pytest.mark.parametrize("measure", ["language", "structure"])
-def test_command(measure: str) -> None:
+def test_command(measure: str, tmp_path: Path) -> None:
+    make_tree(tmp_path, a="import miraccl\n")
+    command = [sys.executable, str(ROOT / ".ci" / "codecheck"), measure, "--json"]
     done = subprocess.run(
-        [sys.executable, str(ROOT / ".ci" / "codecheck"), measure, "--json"],
+        [*command, "--root", str(tmp_path)],
         capture_output=True,
         text=True,
         check=True,

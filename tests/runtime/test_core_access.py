@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,10 +26,16 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def own_attributes(tree: ast.AST) -> set[str]:
+@functools.cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def own_attributes(path: Path) -> frozenset[str]:
     """Return the private names that a module defines: functions and attributes of ``self``."""
     found = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.FunctionDef) and is_private(node.name):
             found.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -36,12 +43,12 @@ def own_attributes(tree: ast.AST) -> set[str]:
                 found.add(node.attr)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found.add(node.target.id)
-    return {name for name in found if is_private(name)}
+    return frozenset(filter(is_private, found))
 
 
 def private_attributes() -> set[str]:
     """Return the private attributes of communicators."""
-    return set().union(*(own_attributes(ast.parse((ROOT / path).read_text())) for path in CLASSES))
+    return set().union(*(own_attributes(ROOT / path) for path in CLASSES))
 
 
 def accesses(path: Path, private: set[str]) -> Iterator[str]:
@@ -49,10 +56,10 @@ def accesses(path: Path, private: set[str]) -> Iterator[str]:
 
     Names that the module or a module beside it defines belong to classes of the package.
     """
-    tree = ast.parse(path.read_text())
+    tree = parse(path)
     own: set[str] = set()
     for neighbour in path.parent.glob("*.py"):
-        own |= own_attributes(ast.parse(neighbour.read_text()))
+        own |= own_attributes(neighbour)
     own -= {"_core", "_device"}
     for node in ast.walk(tree):
         if (
