@@ -62,7 +62,7 @@ IPV6_MTU_DISCOVER, IPV6_MTU = 23, 24
 #: asm-generic/socket.h: buffer beyond net.core.rmem_max, for processes with CAP_NET_ADMIN.
 SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
 #: linux/udp.h, asm-generic/socket.h, RFC 3168: ECN-capable transport.
-UDP_GRO, SO_RXQ_OVFL, ECN_ECT0 = 104, 40, 2
+UDP_GRO, SO_RXQ_OVFL, SO_TIMESTAMPNS, ECN_ECT0 = 104, 40, 35, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,11 +346,12 @@ class DatagramTransport(Transport):
 
 
 def _set_receive_options(sock: socket.socket) -> None:
-    """Let the kernel aggregate packets and report ECN marks and its own drops, where it can."""
+    """Let the kernel aggregate packets, and report times, ECN marks and own drops if it can."""
     ipv6 = sock.family == socket.AF_INET6
     options = [
         (socket.IPPROTO_UDP, UDP_GRO),
         (socket.SOL_SOCKET, SO_RXQ_OVFL),
+        (socket.SOL_SOCKET, SO_TIMESTAMPNS),
         (socket.IPPROTO_IPV6, socket.IPV6_RECVTCLASS)
         if ipv6
         else (socket.IPPROTO_IP, socket.IP_RECVTOS),

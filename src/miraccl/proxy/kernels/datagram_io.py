@@ -39,6 +39,9 @@ POLLOUT = 4
 EIO, EAGAIN, EINVAL, EMSGSIZE, ENOBUFS = 5, 11, 22, 90, 105
 #: linux/udp.h, in.h, in6.h, asm-generic/socket.h.
 SOL_SOCKET, SOL_IP, SOL_IPV6, SOL_UDP = 1, 0, 41, 17
+SCM_TIMESTAMPNS = 35
+#: Longest time in a socket's buffer that is believed: the wall clock may be set.
+MAX_AGE_NS = 1_000_000_000
 UDP_SEGMENT, UDP_GRO, IP_TOS, IPV6_TCLASS, SO_RXQ_OVFL = 103, 104, 1, 67, 40
 CMSG_HEADER = 16
 ECN_MASK, ECN_CE = 3, 3
@@ -342,7 +345,7 @@ def flow_of(port: int, connection: int) -> int:
 
 
 @inline
-def on_datagram(port: int, packet: int, size: int, marked: int) -> None:
+def on_datagram(port: int, packet: int, size: int, marked: int, now: int) -> None:
     """Process one received packet; a stranger's costs one look or one tag check."""
     flow = 0
     if size >= HEADER_BYTES + TAG_BYTES:
@@ -359,14 +362,28 @@ def on_datagram(port: int, packet: int, size: int, marked: int) -> None:
         received = load(path + layout.PATH_RECEIVED_PACKETS) + 1
         store(path + layout.PATH_RECEIVED_PACKETS, received)
         store(path + layout.PATH_RECEIVED_BYTES, load(path + layout.PATH_RECEIVED_BYTES) + size)
-    receive(flow, now_ns(port), packet, size - TAG_BYTES, marked)
+    receive(flow, now, packet, size - TAG_BYTES, marked)
 
 
 @inline
-def read_control(port: int, socket: int) -> tuple[int, int]:
-    """Return the segment size of a received super-packet, 0 for one packet, and its ECN mark."""
+def age_of(port: int, stamp: int) -> int:
+    """Return the time since the kernel received a packet, in ns; 0 if the clock was set since."""
+    clock_gettime(0, port + layout.PORT_TIMEOUT)  # CLOCK_REALTIME
+    seconds = load(port + layout.PORT_TIMEOUT) - load_unaligned(stamp)
+    age = seconds * 1000000000
+    age += load(port + layout.PORT_TIMEOUT + 8) - load_unaligned(stamp + 8)
+    return age if 0 <= age < MAX_AGE_NS else 0
+
+
+@inline
+def read_control(port: int, socket: int) -> tuple[int, int, int]:
+    """Return the segment size of a received super-packet (0: one packet), its ECN mark and age.
+
+    The flow is told the time of arrival in the kernel: the time that this thread did not run is not
+    the network's delay.
+    """
     message = port + layout.PORT_MESSAGE
-    at, segment, marked = port + layout.PORT_CONTROL, 0, 0
+    at, segment, marked, age = port + layout.PORT_CONTROL, 0, 0, 0
     stop = at + load(message + 40)
     while at + CMSG_HEADER <= stop and load(at) >= CMSG_HEADER:
         level, kind = load32(at + 8), load32(at + 12)
@@ -374,10 +391,12 @@ def read_control(port: int, socket: int) -> tuple[int, int]:
             segment = load32(at + CMSG_HEADER)
         elif (level == SOL_IP and kind == IP_TOS) or (level == SOL_IPV6 and kind == IPV6_TCLASS):
             marked = 1 if load8(at + CMSG_HEADER) & ECN_MASK == ECN_CE else 0
+        elif level == SOL_SOCKET and kind == SCM_TIMESTAMPNS:
+            age = age_of(port, at + CMSG_HEADER)
         elif level == SOL_SOCKET and kind == SO_RXQ_OVFL:
             store(socket + layout.SOCKET_OVERFLOW, load32(at + CMSG_HEADER) & 0xFFFFFFFF)
         at += (load(at) + 7) // 8 * 8
-    return segment, marked
+    return segment, marked, age
 
 
 @inline
@@ -399,13 +418,14 @@ def receive_once(port: int, socket: int) -> bool:
         if last_errno() == EAGAIN:
             store(socket + layout.SOCKET_READABLE, 0)
         return False
-    segment, marked = read_control(port, socket)
+    segment, marked, age = read_control(port, socket)
+    now = now_ns(port) - age
     if segment <= 0:
         segment = max(got, 1)
     at = 0
     while at < got:
         size = min(segment, got - at)
-        on_datagram(port, buffer + at, size, marked)
+        on_datagram(port, buffer + at, size, marked, now)
         at += size
     return True
 

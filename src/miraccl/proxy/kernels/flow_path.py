@@ -155,7 +155,8 @@ def add_rtt(path: int, sample: int, ack_delay: int) -> None:
     store(path + layout.PATH_LATEST, sample)
     minimum = sample if samples == 0 else min(load(path + layout.PATH_MINIMUM), sample)
     store(path + layout.PATH_MINIMUM, minimum)
-    adjusted = sample - ack_delay if sample - ack_delay >= minimum else sample
+    adjusted = max(minimum, sample - ack_delay)
+    store(path + layout.PATH_ADJUSTED, adjusted)
     if samples == 0 or (samples < SETTLED and 4 * adjusted < smoothed):
         store(path + layout.PATH_SMOOTHED, adjusted)
         store(path + layout.PATH_VARIATION, adjusted // 2)
@@ -201,7 +202,7 @@ def after_acknowledgement(
         rate = delivered * SECOND // interval
     sample = path + layout.PATH_SAMPLE  # struct AckSample
     store(sample, now)
-    store(sample + 8, max(1, load(path + layout.PATH_LATEST)))
+    store(sample + 8, load(path + layout.PATH_ADJUSTED))
     store(sample + 16, load(path + layout.PATH_SMOOTHED))
     store(sample + 24, load(path + layout.PATH_MINIMUM))
     store(sample + 32, nbytes)

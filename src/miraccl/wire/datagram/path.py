@@ -257,7 +257,7 @@ class FlowPath:
         self._delivered_at = now
         sample = AckSample(
             now=now,
-            rtt=max(1, self.rtt.latest),
+            rtt=self.rtt.adjusted,
             smoothed=self.rtt.smoothed,
             minimum=self.rtt.minimum,
             acked=nbytes,

@@ -17,12 +17,17 @@ SETTLED = 8
 
 @dataclass(slots=True)
 class RttEstimator:
-    """Smoothed RTT and its variation, both in nanoseconds; 0 samples mean that both are guesses."""
+    """Smoothed RTT and its variation, both in nanoseconds; 0 samples mean that both are guesses.
+
+    ``adjusted`` is the latest sample without the time that the peer held the packet: the delay of
+    the network alone, which congestion controllers use (Swift's fabric delay).
+    """
 
     smoothed: int = INITIAL_NS
     variation: int = INITIAL_NS // 2
     minimum: int = 0
     latest: int = 0
+    adjusted: int = 0
     samples: int = 0
 
     def add(self, sample: int, ack_delay: int) -> None:
@@ -30,13 +35,13 @@ class RttEstimator:
 
         Args:
             sample: Time since that packet was sent, in ns.
-            ack_delay: Time the peer held the acknowledgement back, in ns; subtracted unless that
-                would go below the minimum (RFC 9002 section 5.3).
+            ack_delay: Time the peer held the acknowledgement back, in ns, from the arrival of
+                the packet in its kernel; subtracted down to the minimum (RFC 9002 section 5.3).
         """
         sample = max(1, sample)
         self.latest = sample
         self.minimum = sample if not self.samples else min(self.minimum, sample)
-        adjusted = sample - ack_delay if sample - ack_delay >= self.minimum else sample
+        self.adjusted = adjusted = max(self.minimum, sample - ack_delay)
         if not self.samples or (self.samples < SETTLED and 4 * adjusted < self.smoothed):
             self.smoothed, self.variation = adjusted, adjusted // 2
         else:
