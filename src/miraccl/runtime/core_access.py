@@ -1,4 +1,5 @@
-"""Documented access to the inside of a communicator, for ``runtime.multinode`` and ``torch``.
+"""Documented access to the inside of a communicator, for ``runtime.multinode``, ``torch`` and
+``tools.net``.
 
 These packages need more than the public API: deadlines per operation, wait states for the deadlock
 detector, the compiled engine's context, faults of GPU kernels. All of it passes through this file,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from miraccl.runtime.core import CommunicatorCore
     from miraccl.runtime.wait_state import CoreWaitState
     from miraccl.transport.base import Endpoint
+    from miraccl.transport.registry import TransportChoice
     from miraccl.types import Collective
 
 
@@ -79,6 +81,11 @@ class CoreAccess:
     def endpoints(self) -> Mapping[int, Endpoint]:
         """Endpoint of each rank, between which further streams can be opened."""
         return self.core.fabric.endpoints
+
+    @property
+    def transports(self) -> Mapping[int, TransportChoice]:
+        """Transport of each peer, with the reason."""
+        return self.core.fabric.choices
 
     @property
     def required_algorithm(self) -> str:

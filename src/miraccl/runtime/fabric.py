@@ -15,6 +15,7 @@ from miraccl import params
 from miraccl.bootstrap.events import Event, PeerLeft, PeerLost
 from miraccl.errors import BootstrapError, MiracclError, PeerDied, SystemFailure
 from miraccl.native import atomics
+from miraccl.runtime import net_status
 from miraccl.runtime.engine_state import ControlPage, open_context, wait_policy
 from miraccl.runtime.fabric_contract import AgreedConfig
 from miraccl.runtime.loss_notice import await_notice, run_after_notice
@@ -27,6 +28,7 @@ from miraccl.transport.base import (
     Endpoint,
     FifoPair,
     OnLost,
+    PathStatus,
     ProxyPort,
     Transport,
     TransportContext,
@@ -59,6 +61,9 @@ class ProcessFabric:
         self._on_lost = on_lost
         self._transports: list[Transport] = []
         self._proxies: dict[str, Any] = {}
+        self._path_source = net_status.PathSource(
+            name=session.name, rank=self.rank, nranks=self.nranks, paths=self.paths
+        )
         self.early_events: list[Event] = []  # events before ``Faults`` exists
         session.on_event(self.early_events.append)
         try:
@@ -67,6 +72,8 @@ class ProcessFabric:
             self.close(abort=f"could not connect: {error}")
             raise
         self._connected = True
+        if self.paths():
+            net_status.server.add(self._path_source)
 
     def _connect(self, config: AgreedConfig) -> None:
         records = self._ranks = exchange_records(self._setup, config, **read_host_settings())
@@ -262,7 +269,12 @@ class ProcessFabric:
             "private": self.context.private_bytes(),
         }
 
+    def paths(self) -> list[PathStatus]:
+        """Return the state of the network paths to all peers; callable from any thread."""
+        return [path for transport in list(self._transports) for path in transport.paths()]
+
     def close(self, *, abort: str = "") -> None:
+        net_status.server.remove(self._path_source)
         for transport in reversed(self._transports):
             try:
                 if abort:

@@ -33,6 +33,10 @@ COMMANDS = {
         "miraccl.tools.schedule_cli:schedule",
         "Show, prove, draw and simulate the steps of an algorithm.",
     ),
+    "net": (
+        "miraccl.tools.net.cli:net",
+        "Show interfaces, measure the network to a host, watch the paths of a job.",
+    ),
     "env": ("miraccl.tools.env:env", "List every setting, its value and its origin."),
     "doctor": (
         "miraccl.tools.doctor:doctor",

@@ -10,7 +10,7 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import click
 
 import miraccl
 from miraccl import params
-from miraccl.tools import doctor_gpu
+from miraccl.tools import doctor_gpu, doctor_net
 from miraccl.tools.findings import Check, DoctorFinding, Status, read_text
 from miraccl.tools.options import OutputFile, write_json
 
@@ -33,7 +33,13 @@ CACHE_BYTES = 1 << 20  # lower bound of the size of compiled CPU kernels
     metavar="FILE",
     help="Write a list of JSON objects; - is standard output.",
 )
-def doctor(json_target: str | None) -> None:
+@click.option(
+    "--net",
+    "with_network",
+    is_flag=True,
+    help="Check the network instead: devices, kernel settings, and which transport hosts use.",
+)
+def doctor(json_target: str | None, with_network: bool) -> None:
     """Check what this machine offers and what is missing, with what to install or to change.
 
     The exit status is 1 if a requirement of miraccl is missing; notes do not count.
@@ -41,9 +47,12 @@ def doctor(json_target: str | None) -> None:
     \b
     Examples:
       miraccl doctor
+      miraccl doctor --net
       miraccl doctor --json - | jq '.[] | select(.status != "ok")'
     """
-    findings = examine()
+    findings = examine(doctor_net.CHECKS if with_network else CHECKS)
+    if with_network:
+        findings += doctor_net.device_findings()
     if json_target:
         write_json(json_target, [asdict(f) for f in findings])
     else:
@@ -52,11 +61,11 @@ def doctor(json_target: str | None) -> None:
         sys.exit(1)
 
 
-def examine() -> list[DoctorFinding]:
-    """Run all checks; a check that raises gives a finding too."""
+def examine(checks: Mapping[str, Check] | None = None) -> list[DoctorFinding]:
+    """Run all checks, or those given; a check that raises gives a finding too."""
     doctor_gpu.clear_facts()
     findings: list[DoctorFinding | None] = []
-    for name, check in CHECKS.items():
+    for name, check in (CHECKS if checks is None else checks).items():
         try:
             findings.append(check())
         except Exception as error:  # one failing check must not hide the others

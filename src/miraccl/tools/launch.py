@@ -31,7 +31,7 @@ def local_job(
     # In a process of its own: a tool that forks or kills ranks must have a single thread.
     with Ranks(_run_hub, 1, (nranks,)) as hub:
         unique_id = _first_message(hub)
-        port = _free_port() if torchrun else 0
+        port = free_port() if torchrun else 0
 
         def environ(rank: int) -> dict[str, str]:
             return {
@@ -127,7 +127,7 @@ def _torchrun_environ(
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Return a TCP port of the loopback interface at which nothing listens."""
     with as_system_failure("cannot choose MASTER_PORT"), socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

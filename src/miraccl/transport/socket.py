@@ -32,6 +32,7 @@ from miraccl.transport.base import (
     Fifo,
     FifoPair,
     NetConnection,
+    PathStatus,
     ProxyPort,
     Transport,
     TransportContext,
@@ -44,6 +45,7 @@ from miraccl.transport.connect_round import (
     set_tcp_options,
 )
 from miraccl.transport.fifo import FifoMemory, check_slot_bytes, slot_bytes_for
+from miraccl.transport.tcp_info import path_status
 from miraccl.wire.stream import MAX_STREAMS, derive_key
 
 CAPABILITIES = registry.TCP.capabilities
@@ -167,6 +169,7 @@ class SocketTransport(Transport):
         self._info: bytes | None = None
         self._parked: dict[tuple[int, int], ProvenStream] = {}
         self._connected: dict[int, FifoPair] = {}
+        self._streams: dict[int, list[socket.socket]] = {}
         self._closed = False
 
     def _rails(self) -> list[str]:
@@ -260,6 +263,7 @@ class SocketTransport(Transport):
         finally:
             connect_round.close()
         self._connected |= {c.peer: c.pair for c in connections}
+        self._streams |= {c.peer: list(c.streams) for c in connections}
         return {rank: self._connected[rank] for rank in infos}
 
     def _connection(
@@ -281,6 +285,13 @@ class SocketTransport(Transport):
             peer=peer, streams=[s.sock for s in streams], pair=pair, peer_slot_bytes=info.slot_bytes
         )
 
+    def paths(self) -> list[PathStatus]:
+        return [
+            path_status(sock, peer, number)
+            for peer, streams in list(self._streams.items())
+            for number, sock in enumerate(streams)
+        ]
+
     def release(self) -> None:
         """Close the listening sockets: their ports are free for other communicators."""
         self._close_listeners()
@@ -299,6 +310,7 @@ class SocketTransport(Transport):
     def _free(self) -> None:
         self._closed = True
         self._close_listeners()
+        self._streams.clear()
         for parked in self._parked.values():
             parked.sock.close()
         self._parked.clear()

@@ -1,0 +1,71 @@
+"""``miraccl doctor --net``: which transport connects hosts and why, and what the devices allow."""
+
+from __future__ import annotations
+
+from miraccl import params
+from miraccl.tools.findings import Check, DoctorFinding
+
+
+def device_findings() -> list[DoctorFinding]:
+    """Return a line per network device, and what is wrong with them and the kernel's settings."""
+    from miraccl.tools.net.devices import NetDevice, collect, format_speed
+
+    def describe(device: NetDevice) -> DoctorFinding:
+        facts = [device.state, format_speed(device.speed_mbit), f"MTU {device.mtu}"]
+        facts += [f"NUMA {device.numa}"] if device.numa >= 0 else []
+        facts.append("carries data" if device.used else f"not used: {device.use}")
+        return DoctorFinding(name=device.name, status="ok", found=", ".join(filter(None, facts)))
+
+    report = collect()
+    return [*(describe(device) for device in report.devices), *report.findings]
+
+
+def _check_transports() -> DoctorFinding:
+    """Explain the choice between two hosts that have this host's kind of addresses."""
+    from miraccl.bootstrap.interfaces import choose_addresses
+    from miraccl.transport import registry
+    from miraccl.transport.base import Endpoint
+
+    net, source = params.NET.resolve()
+    specs = registry.allowed(net)
+    addresses, _ = choose_addresses()
+    here, there = (
+        Endpoint(rank=rank, hostid=f"host {rank}", pid=rank + 1, addresses=addresses)
+        for rank in range(2)
+    )
+    choice = registry.choose(here, there, specs)
+    others = [f"not {name}: {reason}" for name, reason in choice.rejected.items()]
+    others += [
+        f"not {name}: {'MIRACCL_NET=' + name + ' asks for it' if net == registry.AUTO else source}"
+        for name in registry.names()
+        if registry.spec_of(name).network and name not in {spec.name for spec in specs}
+    ]
+    found = f"MIRACCL_NET={net}: {choice.name}, {choice.reason} ({'; '.join(others)})"
+    return DoctorFinding(name="transport", status="ok", found=found)
+
+
+def _check_streams() -> DoctorFinding:
+    from miraccl.transport.socket import SocketOptions
+
+    options = SocketOptions.from_environment()
+    found = f"{options.nstreams} streams per network that two hosts share"
+    found += f", buffers of {options.buffer_bytes >> 10} KiB" if options.buffer_bytes else ""
+    return DoctorFinding(name="tcp", status="ok", found=found)
+
+
+def _check_secret() -> DoctorFinding:
+    if params.SECRET.read():
+        return DoctorFinding(name="secret", status="ok", found="MIRACCL_SECRET is set")
+    return DoctorFinding(
+        name="secret",
+        status="note",
+        found="MIRACCL_SECRET is not set",
+        advice="several hosts need the same unguessable text in it",
+    )
+
+
+CHECKS: dict[str, Check] = {
+    "transport": _check_transports,
+    "tcp": _check_streams,
+    "secret": _check_secret,
+}

@@ -1,0 +1,1 @@
+"""``miraccl net``: interfaces, paths to another host, rates, and the paths of a running job."""
