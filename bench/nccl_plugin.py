@@ -24,7 +24,7 @@ from typing import Any
 SIZES = (4, 1 << 20, 1 << 26)
 ROUNDS = 3
 CALLS = 5
-TIMEOUT_S = 180
+TIMEOUT_S = 60
 
 
 def check_collectives(dist: Any, torch: Any, rank: int, nranks: int) -> list[str]:

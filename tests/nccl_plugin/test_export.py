@@ -45,6 +45,8 @@ def test_device_properties() -> None:
         assert device.pointer_support == nccl_net_abi.PTR_HOST
         assert device.max_receives == 1
         assert device.speed_mbps > 0
+        # NCCL calls this one after every receive if it is there.
+        assert not plugin.has("irecvConsumed")
 
 
 def test_bad_input() -> None:

@@ -107,6 +107,10 @@ class NetPlugin:
         else:
             self._call("init", _log)
 
+    def has(self, entry: str) -> bool:
+        """Return True if the plugin's table has a function for an entry."""
+        return self._functions.get(entry) is not None
+
     def _call(self, entry: str, *arguments: Any) -> None:
         function = self._functions[entry]
         if function is None:

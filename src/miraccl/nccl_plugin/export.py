@@ -122,14 +122,12 @@ _COMPILED = {
     "iflush": "iflush",
     "test": "test",
     "regMr": "register",
-    "regMrDmaBuf": "unsupported",
     "deregMr": "deregister",
-    "getDeviceMr": "unsupported",
-    "irecvConsumed": "unsupported",
     "setNetAttr": "accepted",
 }
-#: Entries without a function: NCCL then makes no virtual devices.
-_ABSENT = ("makeVDevice",)
+#: Entries without a function, as in NCCL's own sockets: no DMA-BUF, no device side, no virtual
+#: devices. NCCL calls irecvConsumed after every receive if it is there.
+_ABSENT = ("regMrDmaBuf", "getDeviceMr", "irecvConsumed", "makeVDevice")
 
 
 class _Callbacks:

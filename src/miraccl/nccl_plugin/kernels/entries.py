@@ -242,11 +242,6 @@ def deregister(comm: int, mhandle: int) -> int:
     return OK
 
 
-def unsupported(a: int, b: int, c: int) -> int:
-    """Entry of features that the device properties exclude."""
-    return INTERNAL_ERROR
-
-
 def accepted(a: int, b: int) -> int:
     """Entry of hints that have no effect here."""
     return OK
@@ -263,6 +258,5 @@ EXPORTS: dict[str, Any] = {
     "test": test,
     "register": register,
     "deregister": deregister,
-    "unsupported": unsupported,
     "accepted": accepted,
 }
