@@ -32,6 +32,7 @@ LAYERS = (
     "torch",
     "ray",
     "nccl_plugin",
+    "compat",
     "tools",
 )
 """Subpackages from the bottom to the top; a module imports its own layer and those before it."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack, overload
 
 from miraccl.api.messages import Messages, PersistentOperations
+from miraccl.api.one_sided import OneSided
 from miraccl.api.operations import SUM, Collectives
 from miraccl.api.sparse import SparseCollectives
 from miraccl.api.uneven import UnevenCollectives
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Communicator(
-    Collectives, UnevenCollectives, SparseCollectives, Messages, PersistentOperations
+    Collectives, UnevenCollectives, SparseCollectives, Messages, PersistentOperations, OneSided
 ):
     """A group of ranks that communicate; this process (or thread) is one of them.
 
@@ -356,6 +357,7 @@ class Communicator(
         if self._core.in_forked_child:
             return
         self._core.cancel_pending_setup()
+        self._close_agent()
         if self._background is not None:
             self._background.close()
         pending = None

@@ -23,7 +23,7 @@ from miraccl.errors import (
     SystemFailure,
     as_system_failure,
 )
-from miraccl.p2p.arrays import memory_of, windows
+from miraccl.p2p.arrays import Memory, memory_of, windows
 from miraccl.p2p.control import ControlThread
 from miraccl.p2p.descriptors import RemoteMemory, parse_access
 from miraccl.p2p.dial import dial
@@ -133,10 +133,17 @@ class Agent:
             SystemFailure: The agent has too many registrations.
         """
         self._check_open("register")
-        rights = parse_access(access)
         memory = memory_of(array, "array", "register")
         if "w" in access and not memory.writable:
             raise InvalidUsage("cannot register: the array is read-only, and access is " + access)
+        return self.register_memory(memory, access, block_nbytes=block_nbytes)
+
+    def register_memory(
+        self, memory: Memory, access: str = "rw", *, block_nbytes: int = 0
+    ) -> Registration:
+        """Offer memory by its address; arguments and errors as ``register``."""
+        self._check_open("register")
+        rights = parse_access(access)
         registration = Registration(
             self._table,
             memory,
@@ -211,6 +218,15 @@ class Agent:
                 (p for p in self._peers if p.agent == remote.agent and p.lost is None), None
             )
         return found or self.connect(remote.address)
+
+    def peer_named(self, name: str, address: str) -> Peer:
+        """Return the connection to an agent by its name, opened if there is none.
+
+        Raises as ``connect``.
+        """
+        with self._lock:
+            found = next((p for p in self._peers if p.name == name and p.lost is None), None)
+        return found or self.connect(address)
 
     def _introduction(self, connection: int, stream: int) -> Introduction:
         return Introduction(

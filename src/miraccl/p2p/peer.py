@@ -239,7 +239,15 @@ class Peer:
             raise InvalidUsage(f"cannot {op_name}: local is read-only")
         return memory
 
+    def _check_devices(self, memory: Memory, target: RemoteMemory, op_name: str) -> None:
+        if memory.device >= 0 or target.device >= 0:
+            raise InvalidUsage(
+                f"cannot {op_name}: GPU memory is not supported by agents yet",
+                hint="copy through CPU memory",
+            )
+
     def _whole(self, memory: Memory, target: RemoteMemory, op_name: str) -> Extents:
+        self._check_devices(memory, target, op_name)
         if memory.nbytes != target.nbytes:
             raise InvalidUsage(
                 f"cannot {op_name}: local has {memory.nbytes} bytes, remote {target.nbytes}",
@@ -256,6 +264,7 @@ class Peer:
         writes: bool,
         op_name: str,
     ) -> Extents:
+        self._check_devices(memory, target, op_name)
         block = target.block_nbytes
         local_count = memory.nbytes // block
         made = extents.from_blocks(

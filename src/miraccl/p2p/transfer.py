@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -152,6 +151,8 @@ class Transfer:
 
     def __await__(self) -> Generator[Any, None, None]:
         if not self.done():
+            import asyncio  # 30 ms, which only coroutines need; they have imported it
+
             loop = asyncio.get_running_loop()
             yield from loop.run_in_executor(None, self.exception).__await__()
         self.wait()
