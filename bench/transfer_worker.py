@@ -24,6 +24,11 @@ def memory_mib() -> float:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+def pattern(nbytes: int) -> Any:
+    """Return numbered bytes of a period that is no power of two."""
+    return np.resize(np.arange(253, dtype=np.uint8), nbytes)
+
+
 class Miraccl:
     """Engine ``miraccl``; ``window``: the target's memory is window memory."""
 
@@ -48,7 +53,7 @@ class Miraccl:
         self.peer = self.agent.connect(offer["address"])
         self.remote = RemoteMemory.decode(bytes.fromhex(offer["blob"]))
         self.local = np.zeros(nbytes, np.uint8)
-        self.local[:] = np.arange(nbytes, dtype=np.uint64) % 253
+        self.local[:] = pattern(nbytes)
         self.peer.write(self.local[:64], self._part(64, 64)).wait()
         return (time.perf_counter() - start) * 1e3
 
@@ -136,7 +141,7 @@ class Nixl:
     def connect(self, offer: Any, nbytes: int) -> float:
         start = time.perf_counter()
         self.local = np.zeros(nbytes, np.uint8)
-        self.local[:] = np.arange(nbytes, dtype=np.uint64) % 253
+        self.local[:] = pattern(nbytes)
         self.agent.register_memory([(self.local.ctypes.data, nbytes, 0, "")], "DRAM")
         self.remote_name = self.agent.add_remote_agent(bytes.fromhex(offer["meta"]))
         if isinstance(self.remote_name, bytes):
@@ -202,7 +207,7 @@ class Mooncake:
     def connect(self, offer: Any, nbytes: int) -> float:
         start = time.perf_counter()
         self.local = np.zeros(nbytes, np.uint8)
-        self.local[:] = np.arange(nbytes, dtype=np.uint64) % 253
+        self.local[:] = pattern(nbytes)
         self.engine.register_memory(self.local.ctypes.data, nbytes)
         self.remote, self.remote_name = offer["address"], offer["name"]
         self.prepare("write", 64, None)()
@@ -300,10 +305,10 @@ def handle(engine: Any, command: str, arguments: Any, before: float) -> Any:
     if command == "check":  # block i of the local memory is at block arguments[1][i] here
         nbytes, blocks = arguments
         chosen = [0] if blocks is None else blocks
-        expected = np.arange(nbytes * len(chosen), dtype=np.uint64) % 253
+        expected = pattern(nbytes * len(chosen))
         for i in range(0, len(chosen), max(1, len(chosen) // 8)):
             part = engine.memory[chosen[i] * nbytes : (chosen[i] + 1) * nbytes]
-            if (part != expected[i * nbytes : (i + 1) * nbytes].astype(np.uint8)).any():
+            if (part != expected[i * nbytes : (i + 1) * nbytes]).any():
                 return False
         return True
     if command == "measure":

@@ -17,7 +17,24 @@ from miraccl.tools.perf.request import DEFAULT_RANKS, DEFAULT_SIZES, PerfRequest
 from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
 
 
-@click.command(short_help="Measure a collective.")
+class PerfCommand(click.Command):
+    """The command ``perf``; operations between two processes have options of their own."""
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        if args and args[0] in ("write", "read", "writev"):
+            from miraccl.tools.perf.transfers import transfers
+
+            return transfers.make_context(info_name, args, parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+@click.command(cls=PerfCommand, short_help="Measure a collective or a transfer.")
 @click.argument("op", type=click.Choice(OPERATIONS), metavar="OP")
 @click.option(
     "-r",
@@ -207,7 +224,8 @@ def perf(op: str, **options: Any) -> None:
 
     OP is all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all, gather, scatter,
     barrier (which has no size) or sendrecv (every rank sends to the next one and receives from the
-    previous one).
+    previous one). One-sided transfers, write, read and writev, have options of their own:
+    `miraccl perf write --help`.
 
     Time is the median over batches of the slowest rank's mean: on CPUs by the clock around the
     calls of a batch, on GPUs between two CUDA events around them. algbw is size/time, busbw the
