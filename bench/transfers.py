@@ -10,8 +10,9 @@ The peers are installed in an environment of their own (no torch and no CUDA are
     pip install --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1
 
 A cell is the time in us until the initiator sees the completion, transfers one after the other from
-prepared handles: the best of five batches, median of the rounds. Every engine runs in two processes
-of its own; the engines take turns within a round, and the bytes of every write are compared.
+prepared handles: the best of many short batches, and the best of the rounds. Every engine runs in
+two processes of its own; the engines take turns within a round, and the bytes of every write are
+compared.
 """
 
 from __future__ import annotations
@@ -147,9 +148,9 @@ def run_engine(engine: Engine, python: str, seconds: float) -> dict[str, float |
     return result
 
 
-def median_of(values: list[float | str]) -> float | str:
+def best_of(values: list[float | str]) -> float | str:
     numbers = [v for v in values if isinstance(v, float | int)]
-    return common.median(numbers) if numbers else values[0]
+    return min(numbers) if numbers else values[0]
 
 
 def table(names: tuple[str, ...], results: dict[str, dict[str, float | str]]) -> str:
@@ -201,7 +202,7 @@ def main() -> None:
             print(f"round {number}: {engine.name}", file=sys.stderr)
             rounds[engine.name].append(run_engine(engine, python, options.seconds))
     results = {
-        name: {row: median_of([r[row] for r in runs if row in r]) for row in runs[0]}
+        name: {row: best_of([r[row] for r in runs if row in r]) for row in runs[0]}
         for name, runs in rounds.items()
         if runs
     }
