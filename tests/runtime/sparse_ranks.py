@@ -92,6 +92,57 @@ def different_arguments(field: str) -> str:
     return ""
 
 
+def random_coo(seed: int, cases: int) -> int:
+    """Compare random sums of rows with NumPy."""
+    with miraccl.init(buffsize=1) as comm:
+        common = np.random.default_rng(seed)
+        for _ in range(cases):
+            size = int(common.choice([1, 7, 1000, 1 << 40]))
+            shape = [(), (3,), (2, 2)][common.integers(3)]
+            kind = np.int32 if size < 1 << 31 and common.random() < 0.5 else np.int64
+            dtype = [np.float32, np.int32, np.float16][common.integers(3)]
+            most = int(common.choice([0, 1, 5, 300]))
+            base = int(common.integers(1 << 30))
+            lists = []
+            for rank in range(comm.nranks):
+                rng = np.random.default_rng([base, rank])
+                number = int(rng.integers(0, most + 1))
+                rows = rng.integers(0, min(size, 1 << int(rng.integers(1, 41))), number)
+                if rng.random() < 0.3:
+                    rows = np.unique(rows)
+                values = rng.integers(-8, 9, (len(rows), *shape)).astype(dtype)
+                lists.append((rows.astype(kind), values))
+            i, v = comm.all_reduce_coo(*lists[comm.rank], size)
+            union, inverse = np.unique(np.concatenate([r for r, _ in lists]), return_inverse=True)
+            want = np.zeros((len(union), *shape), np.float64)
+            np.add.at(want, inverse.reshape(-1), np.concatenate([w for _, w in lists]))
+            assert i.dtype == kind
+            assert np.array_equal(i, union), (seed, base)
+            assert v.dtype == dtype
+            assert np.array_equal(v, want.astype(dtype)), (seed, base)
+    return cases
+
+
+def refused_coo() -> list[str]:
+    """Return the errors of arguments that are not allowed, and of ranks that differ."""
+    found = []
+    rows = np.ones((2, 4), np.float32)
+    with miraccl.init() as comm:
+        for indices, values, size in (
+            (np.array([0, 9]), rows, 9),
+            (np.array([-1, 0]), rows, 9),
+            (np.array([0.0, 1.0]), rows, 9),
+            (np.array([0]), rows, 9),
+            (np.array([0, 1]), rows, 1 << 63),
+            (np.array([0, 1]), rows, 10 + comm.rank),
+        ):
+            try:
+                comm.all_reduce_coo(indices, values, size)
+            except MiracclError as error:
+                found.append(str(error))
+    return found
+
+
 def plans() -> tuple[Any, ...]:
     """Return the plans of a sparse, a dense and a window array, of an async call and of a group."""
     with miraccl.init() as comm:

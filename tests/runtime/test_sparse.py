@@ -48,6 +48,21 @@ def test_plans() -> None:
         assert not hasattr(after, "block")
 
 
+@pytest.mark.parametrize("nranks", [1, 2, 4])
+def test_coo(nranks: int) -> None:
+    assert run_ranks(sparse_ranks.random_coo, nranks, nranks, CASES) == [CASES] * nranks
+
+
+def test_refused_coo() -> None:
+    for found in run_ranks(sparse_ranks.refused_coo, 2):
+        assert "indices[1] is 9; allowed are 0 to 8" in found[0]
+        assert "indices[0] is -1" in found[1]
+        assert "indices have dtype float64" in found[2]
+        assert "values have shape (2, 4); they need one row for each of the 1 indices" in found[3]
+        assert "size is 9223372036854775808; allowed are 0 to 2^62" in found[4]
+        assert "different values of size: 10 on rank 0, 11 on rank 1" in found[5]
+
+
 def test_refused_arguments() -> None:
     for found in run_ranks(sparse_ranks.refused, 2):
         assert len(found) == 5

@@ -40,6 +40,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 
+from miraccl.torch import sparse_hook
 from tests.torch.worlds import both, equal, gloo, refused, world
 
 Group = Any
@@ -235,6 +236,13 @@ def sparse(path: str) -> None:
             return [*results, table.weight.grad.to_dense()]
 
         both(summed, other)
+        dense = torch.nn.Embedding(4096, 64)
+        hooked = DistributedDataParallel(dense)
+        hooked.register_comm_hook(None, sparse_hook)
+        hooked(torch.tensor([7, 9 + rank])).sum().backward()
+        assert dense.weight.grad is not None
+        assert dense.weight.grad[7].tolist() == [1.0] * 64
+        assert dense.weight.grad[9].tolist() == [1.0 / nranks] * 64
         x = torch.eye(2).to_sparse()
         with torch.device("meta"):  # where a program has its own tensors by default, ours are not
             dist.all_reduce(x)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, overload
 
 from miraccl.errors import InvalidUsage
 from miraccl.ops.device_arrays import is_gpu_array
 from miraccl.planning.sparse import SparseCandidate
 from miraccl.runtime import group as groups
+from miraccl.runtime.coo import NAME as COO_NAME
+from miraccl.runtime.coo import CooReducer
 from miraccl.runtime.dispatch import Dispatcher
 from miraccl.runtime.sparse import NAME, SparseReducer
 from miraccl.runtime.work import Work
@@ -21,6 +24,7 @@ class SparseCollectives(Dispatcher):
     """Sparse collectives of a communicator."""
 
     _sparse_reducer: SparseReducer | None = None
+    _coo_reducer: CooReducer | None = None
 
     @overload
     def all_reduce_sparse(
@@ -80,18 +84,51 @@ class SparseCollectives(Dispatcher):
             CollectiveTimeout, PeerDied, CommunicatorAborted: The operation failed; the communicator
                 is broken.
         """
-        for array in (x, out):
+        self._check_sparse_call(NAME, (x, out))
+        return self._sparse().reduce((x, out, op), block, density, async_op)
+
+    def all_reduce_coo(
+        self, indices: Any, values: Any, size: int, *, async_op: bool = False
+    ) -> Any:
+        """Add rows named by indices over all ranks; every rank gets the union.
+
+        Rows are added in the order of ranks, a rank's duplicates before that in the order given.
+        16- and 8-bit floats are rounded after the duplicates and once at the end.
+
+        Args:
+            indices: Row of each entry of ``values``, int32 or int64, from 0 to size - 1; unsorted,
+                with duplicates, and empty if this rank has none.
+            values: ``len(indices)`` rows of any shape, the same on all ranks.
+            size: Rows of the whole array, up to 2^62; the same on all ranks.
+            async_op: Return a ``Work`` at once and run in the background.
+
+        Returns:
+            (indices, values) as NumPy arrays: ascending indices without duplicates, and their sums;
+            a ``Work`` of them with ``async_op``.
+
+        Raises:
+            InvalidUsage: An argument is not allowed; nothing was sent.
+            CollectiveMismatch: Ranks called different operations or passed different arguments.
+            CollectiveTimeout, PeerDied, CommunicatorAborted: The operation failed; the communicator
+                is broken.
+        """
+        self._check_sparse_call(COO_NAME, (indices, values))
+        if self._coo_reducer is None:
+            self._coo_reducer = CooReducer(self._core)
+        return self._coo_reducer.reduce(indices, values, size, async_op)
+
+    def _check_sparse_call(self, name: str, arrays: Sequence[Any]) -> None:
+        for array in arrays:
             if array is not None and is_gpu_array(array):
                 raise InvalidUsage(
-                    f"cannot run {NAME}: the array is in GPU memory; allowed is CPU memory",
+                    f"cannot run {name}: an array is in GPU memory; allowed is CPU memory",
                     rank=self.rank,
                     hint="all_reduce takes GPU memory",
                 )
         if groups.current() is not None:
             raise InvalidUsage(
-                f"cannot run {NAME} inside a group: it is more than one operation", rank=self.rank
+                f"cannot run {name} inside a group: it is more than one operation", rank=self.rank
             )
-        return self._sparse().reduce((x, out, op), block, density, async_op)
 
     def explain_sparse(
         self,

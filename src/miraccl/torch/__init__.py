@@ -33,13 +33,14 @@ from miraccl.torch.functional import register
 from miraccl.torch.message_work import TransferWork
 from miraccl.torch.process_group import ProcessGroupMiraccl
 from miraccl.torch.rendezvous import SCHEME, handle
+from miraccl.torch.sparse import sparse_hook
 from miraccl.torch.start import create
 from miraccl.torch.streams import StreamWork
 from miraccl.torch.tensors import DEVICES, NAME
 from miraccl.torch.work import Work
 from miraccl.torch.wrapped import install
 
-__all__ = ["NAME", "BackendError", "ProcessGroupMiraccl", "create"]
+__all__ = ["NAME", "BackendError", "ProcessGroupMiraccl", "create", "sparse_hook"]
 
 add_library(os.path.dirname(torch.__file__))
 if NAME.upper() not in dist.Backend._plugins:

@@ -100,6 +100,18 @@ class GroupCollectives:
         arrays = [staged for staged, _ in jobs]
         return self._start(name, tensors, arrays, action, opts, inputs=tensors)
 
+    def all_reduce_sparse(self, tensors: Sequence[Any], opts: Any = _ALL_REDUCE) -> Work:
+        """Sum one tensor in CPU memory in which most blocks are zero."""
+        name = "all_reduce_sparse"
+        with as_backend_errors():
+            staged = stage(single_item(tensors, name), name)
+
+        def action() -> None:
+            self.communicator.all_reduce_sparse(staged.array)
+            staged.store()
+
+        return self._start(name, tensors, [staged], action, opts)
+
     @by_device("broadcast")
     @short_form(c10d.BroadcastOptions, "root", "timeout", lead=1, tensor_at=0)
     def broadcast(self, tensors: Sequence[Any], opts: Any = _BROADCAST) -> Work:

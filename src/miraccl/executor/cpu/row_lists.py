@@ -124,3 +124,35 @@ def select(
         moved_bytes=2 * total * row_bytes,
         owned=(lists, starts, zero),
     )
+
+
+def merge(lists: Sequence[Words]) -> Words:
+    """Return the union of ascending lists without duplicates."""
+    union = lists[0] if lists else np.empty(0, np.int64)
+    for other in lists[1:]:
+        merged = np.empty(len(union) + len(other), np.int64)
+        record = np.array(
+            [
+                union.ctypes.data,
+                len(union),
+                other.ctypes.data,
+                len(other),
+                merged.ctypes.data,
+            ],
+            np.int64,
+        )
+        union = merged[: call_kernel(_kernel("merge"), int(record.ctypes.data), 0, 0, 0)]
+    return union
+
+
+def locate(union: Words, some: Words) -> Words:
+    """Return the positions in ``union`` of the entries of ``some``, an ascending part of it."""
+    found = np.empty(len(some), np.int64)
+    call_kernel(
+        _kernel("locate"),
+        int(union.ctypes.data),
+        int(some.ctypes.data),
+        len(some),
+        int(found.ctypes.data),
+    )
+    return found

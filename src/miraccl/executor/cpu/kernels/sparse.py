@@ -144,4 +144,43 @@ def select(record: int, unused: int, also_unused: int, unused_too: int) -> int:
     return at
 
 
-EXPORTS: dict[str, Any] = {"scan": scan, "coarsen": coarsen, "count": count, "select": select}
+def merge(record: int, unused: int, also_unused: int, unused_too: int) -> int:
+    """Merge two ascending lists without duplicates (``MERGE_*``); return the union's length."""
+    a, b = load(record + layout.MERGE_FIRST), load(record + layout.MERGE_SECOND)
+    a_end = a + 8 * load(record + layout.MERGE_FIRST_COUNT)
+    b_end = b + 8 * load(record + layout.MERGE_SECOND_COUNT)
+    start = load(record + layout.MERGE_UNION)
+    to = start
+    while a < a_end and b < b_end:
+        left, right = load(a), load(b)
+        store(to, min(left, right))
+        to += 8
+        if left <= right:
+            a += 8
+        if right <= left:
+            b += 8
+    memcpy(to, a, a_end - a)
+    to += a_end - a
+    memcpy(to, b, b_end - b)
+    return (to + b_end - b - start) // 8
+
+
+def locate(union: int, some: int, number: int, positions: int) -> int:
+    """Write the positions in ``union`` of the entries of an ascending part of it."""
+    at = 0
+    for i in range(number):
+        wanted = load(some + 8 * i)
+        while load(union + 8 * at) != wanted:
+            at += 1
+        store(positions + 8 * i, at)
+    return number
+
+
+EXPORTS: dict[str, Any] = {
+    "scan": scan,
+    "coarsen": coarsen,
+    "count": count,
+    "select": select,
+    "merge": merge,
+    "locate": locate,
+}
