@@ -136,6 +136,12 @@ def parse_integer(text: str) -> int:
         raise ValueError("allowed is a whole number such as 4 or 0x10") from None
 
 
+def _parse_aggregation(text: str) -> str:
+    if text not in ("auto", "always", "never"):
+        raise ValueError("allowed are auto, always and never")
+    return text
+
+
 def _parse_flag(text: str) -> int:
     """Parse a flag of NCCL, which is a number; ``true`` and ``on`` are accepted as well."""
     try:
@@ -230,6 +236,20 @@ SECRET = declare(
     "Shared secret of the job. Default: miraccl run creates one; ranks that share a port derive "
     "one from port, user and job number.",
     kind="text",
+)
+AGGREGATORS = declare(
+    "AGGREGATORS",
+    0,
+    parse_count,
+    "Aggregators among the processes of the job, the last ones; miraccl run --aggregators sets it.",
+    kind="count",
+)
+AGGREGATION = declare(
+    "AGGREGATION",
+    "auto",
+    _parse_aggregation,
+    "Use of aggregators: auto where a measurement says that they are faster, always, or never.",
+    kind="name",
 )
 P2P_HOST = declare(
     "P2P_HOST",

@@ -23,6 +23,7 @@ from miraccl.diagnosis import blocked_ops
 from miraccl.errors import MiracclError
 from miraccl.executor.cpu.kernels import layout
 from miraccl.planning.planner import Candidate
+from miraccl.runtime.aggregation import Aggregation, serve
 from miraccl.runtime.control import FINALIZE
 from miraccl.runtime.core import CommunicatorCore
 from miraccl.runtime.gpu.launch_order import LaunchOrders, thread_launch_orders
@@ -160,6 +161,33 @@ class Communicator(
         self._fast = core.fast_calls()
         self._splits = 0
         self._gpu_waits = 0  # waits of the application for the GPU so far
+
+    def use_aggregators(self, wide: Communicator, aggregators: int, mode: str) -> None:
+        """Send sums through the last members of ``wide``, which this communicator owns from now on.
+
+        Args:
+            wide: Communicator of these ranks and, after them, the aggregators.
+            aggregators: Number of aggregators.
+            mode: ``auto``, ``always`` or ``never``.
+
+        Raises:
+            MiracclError: Never.
+        """
+        self._aggregation = Aggregation(self._core, wide._core, aggregators, mode)
+
+    def serve_as_aggregator(
+        self, aggregators: int, on_sum: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
+        """Add up for the other members until they leave; this member is one of the aggregators.
+
+        Args:
+            aggregators: Number of aggregators, the last members.
+            on_sum: Called with the bytes of each sum.
+
+        Raises:
+            PeerDied: A member died.
+        """
+        serve(self._core, aggregators, on_sum)
 
     def _create_child(self, session: Session, setup: SetupPhases) -> Communicator:
         return Communicator.from_session(session, self._core.options, parent=self, setup=setup)
@@ -370,6 +398,8 @@ class Communicator(
             ):
                 pending = self._device.close(self._core.faults.raised)
         self._core.finalize()
+        if self._aggregation is not None:
+            self._aggregation.close()
         if pending is not None:
             raise pending
 

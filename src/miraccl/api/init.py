@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, Unpack
 
-from miraccl import trace
+from miraccl import params, trace
 from miraccl.api.communicator import Communicator
 from miraccl.bootstrap.hub import HubServer, create_hub
 from miraccl.bootstrap.join import connect
@@ -53,8 +54,48 @@ def init(mpi: Any = None, /, **options: Unpack[CommunicatorOptions]) -> Communic
         return _init_over(mpi, options)
     opts = Options.create(**options)
     launch, deadline = detect_launch(os.environ), start_deadline()
+    aggregators = params.AGGREGATORS.read()
     session = join_launch(launch, deadline, session_timeout=opts.timeout)
-    return Communicator.from_session(session, opts, setup=SetupPhases(session, deadline))
+    setup = SetupPhases(session, deadline)
+    if not aggregators:
+        return Communicator.from_session(session, opts, setup=setup)
+    nranks = session.nranks - aggregators
+    if not 0 <= session.rank < nranks:
+        raise InvalidUsage(
+            f"cannot be rank {session.rank}: of {session.nranks} processes the last {aggregators}"
+            " are aggregators (MIRACCL_AGGREGATORS), which run `miraccl aggregator`"
+        )
+    wide = Communicator.from_session(session, Options.create(), setup=setup)
+    ranks = session.subgroup(list(range(nranks)), f"{session.name}/ranks")
+    comm = Communicator.from_session(ranks, opts, parent=wide, setup=SetupPhases(ranks, deadline))
+    comm.use_aggregators(wide, aggregators, params.AGGREGATION.read())
+    return comm
+
+
+def serve_aggregator(on_sum: Callable[[int], None] = lambda nbytes: None) -> None:
+    """Join the job of this process's environment as an aggregator and add up until the ranks leave.
+
+    Args:
+        on_sum: Called with the bytes of each sum.
+
+    Raises:
+        InvalidUsage: This process is not one of the last MIRACCL_AGGREGATORS of its job.
+        PeerDied: A rank died.
+        BootstrapError, CollectiveTimeout: The processes could not connect in time.
+    """
+    trace.configure()
+    aggregators = params.AGGREGATORS.read()
+    launch, deadline = detect_launch(os.environ), start_deadline()
+    if launch.rank < launch.nranks - aggregators or aggregators < 1:
+        raise InvalidUsage(
+            f"cannot be an aggregator: this is process {launch.rank} of {launch.nranks}, and"
+            f" MIRACCL_AGGREGATORS is {aggregators}",
+            hint="miraccl run --aggregators starts them",
+        )
+    opts = Options.create(timeout=params.FOREVER)
+    session = join_launch(launch, deadline, session_timeout=None)
+    with Communicator.from_session(session, opts, setup=SetupPhases(session, deadline)) as comm:
+        comm.serve_as_aggregator(aggregators, on_sum)
 
 
 def _init_over(mpi: Any, options: CommunicatorOptions) -> Communicator:

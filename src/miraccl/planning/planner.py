@@ -397,6 +397,26 @@ class Planner:
             fold=fold_kernel(dtype, RedOp.SUM if op is RedOp.PREMUL_SUM else op),
         )
 
+    def make_schedule_run(self, schedule: Schedule, dtype: DType, op: RedOp, count: int) -> Run:
+        """Return the run of a schedule that folds each element over all ranks at once.
+
+        This rank may be an aggregator of the schedule.
+        """
+        if schedule not in self._row_programs:
+            self._row_programs[schedule] = lower(schedule, self.rank)
+        run = Run(
+            self._row_programs[schedule],
+            dtype=dtype,
+            block_bytes=count * dtype.itemsize,
+            slot_bytes=self.slot_bytes,
+            round_bytes=self.round_bytes(schedule.widest),
+            direct=-1,
+            template=signature(schedule.collective, dtype, op, schedule.root, 0),
+            fold=fold_kernel(dtype, op),
+        )
+        set_counts(run, BlockCounts((count,), (count,), agreed=count, reported=count))
+        return run
+
     def record_plan(self, run: Run, plan: Candidate) -> None:
         """Let ``choice_of`` return ``plan`` for ``run``."""
         if run.address not in self._plans:

@@ -32,7 +32,7 @@ from miraccl.ops.prepare import PreparedOp, barrier
 from miraccl.ops.request import PlanRequest
 from miraccl.ops.spec import BARRIER, OPS, RECV
 from miraccl.planning.cost_model import CommunicatorShape, CpuConstants, default_block_bytes
-from miraccl.planning.planner import Overrides, Planner
+from miraccl.planning.planner import Candidate, Overrides, Planner
 from miraccl.planning.tuning import prepare
 from miraccl.runtime import forks, summary
 from miraccl.runtime.engine_faults import CpuFaults
@@ -310,6 +310,11 @@ class CommunicatorCore:
     def run_now(self, call: PreparedOp, run: Run, name: str) -> Any:
         """Run one part of an operation inside the function given to ``execute``."""
         return self._run(call, run, name)
+
+    def note_plan(self, run: Run, plan: Candidate) -> None:
+        """Make ``plan`` that of the last operation; ``run`` may be of another communicator."""
+        self.planner.record_plan(run, plan)
+        self.context.set(layout.CTX_LAST_RUN, run.address)
 
     def submit(self, call: PreparedOp, name: str) -> Work:
         """Queue an operation for the background thread."""

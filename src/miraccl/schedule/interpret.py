@@ -404,6 +404,8 @@ def interpret(
                 schedule, rank, array, block_counts(schedule, rank, Buffer.INPUT, counts)
             )
         memory.append(row)
+    for aggregator in range(nranks, schedule.participants):
+        memory.append([UNDEFINED] * rank_cells(schedule, aggregator, in_place).cells)
     chunks = run(
         schedule,
         memory,

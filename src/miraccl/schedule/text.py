@@ -32,6 +32,7 @@ T = TypeVar("T")
 #: limit of the ranks of a table, because a text may contain any number
 MAX_TABLE_RANKS = 1 << 16
 
+_FIELDS = ("nranks", "parts", "root", "scratch", "aggregators")
 _OPS = {op.name.lower(): op for op in Op}
 _BUFFERS = {buffer.name.lower(): buffer for buffer in Buffer}
 _COLLECTIVES = {collective.label: collective for collective in Collective}
@@ -46,6 +47,7 @@ def dump(schedule: Schedule) -> str:
         f"schedule {json.dumps(schedule.name)} {schedule.collective.label} nranks"
         f" {schedule.nranks} parts {schedule.parts} root {schedule.root} scratch"
         f" {schedule.scratch_chunks}"
+        + (f" aggregators {schedule.aggregators}" if schedule.aggregators else "")
     ]
     lines += [f"note {json.dumps(note)}" for note in schedule.notes]
     for number, ranks_of_table in enumerate(schedule.tables):
@@ -213,8 +215,8 @@ class _ScheduleParser:
             self.fail(f"{match[2]!r} is not a collective; allowed are {', '.join(_COLLECTIVES)}")
         words = match[3].split()
         fields = {key: int(value) for key, value in zip(words[::2], words[1::2])}
-        if unknown := set(fields) - {"nranks", "parts", "root", "scratch"}:
-            self.fail(f"unknown field {min(unknown)!r}; allowed are nranks, parts, root, scratch")
+        if unknown := set(fields) - set(_FIELDS):
+            self.fail(f"unknown field {min(unknown)!r}; allowed are {', '.join(_FIELDS)}")
         if "nranks" not in fields:
             self.fail("nranks is missing")
         self.header = (self.parse_string(match[1]), _COLLECTIVES[match[2]], fields)
@@ -273,6 +275,7 @@ class _ScheduleParser:
                 parts=fields.get("parts", 1),
                 root=fields.get("root", 0),
                 scratch_chunks=fields.get("scratch", 0),
+                aggregators=fields.get("aggregators", 0),
                 channels=tuple(tuple(tuple(steps) for steps in ranks) for ranks in self.channels),
                 notes=tuple(self.notes),
                 tables=tuple(self.tables),

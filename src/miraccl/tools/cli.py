@@ -27,6 +27,10 @@ COMMANDS = {
         "Measure a collective: the table of nccl-tests, every element checked.",
     ),
     "run": ("miraccl.tools.run:run", "Start ranks of a program, on one host or several."),
+    "aggregator": (
+        "miraccl.tools.aggregator:aggregator",
+        "Add up for the ranks of a job, as a parameter server does.",
+    ),
     "topo": ("miraccl.tools.topo_cli:topo", "Show, read and compare the topology of machines."),
     "plan": ("miraccl.tools.plan_cli:plan", "Show the chosen algorithms and channels, and why."),
     "schedule": (

@@ -47,6 +47,7 @@ _FORWARDED = (
 )
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 #: errors of exec that are shortages of the system, not faults of the program
+_AGGREGATOR = [sys.executable, "-m", "miraccl", "aggregator"]
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
 
@@ -62,6 +63,13 @@ _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
     default=1,
     show_default=True,
     help="Ranks to start on this host.",
+)
+@click.option(
+    "--aggregators",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Processes beside the ranks that only add: all_reduce uses them where they are faster.",
 )
 @click.option("-m", "as_module", is_flag=True, help="PROGRAM is a Python module, as in python -m.")
 @click.option("--tag", is_flag=True, help="Prefix every line of output with its rank.")
@@ -119,7 +127,14 @@ def run(program: str, args: tuple[str, ...], **options: Any) -> None:
     command = build_command(program, args, as_module=options["as_module"])
     if command[0] == sys.executable:
         require_address_space("numpy", "llvmlite", do=f"run {program} as a rank")
-    nproc = options["nproc"]
+    aggregators = options["aggregators"]
+    if aggregators and options["nnodes"] > 1:
+        raise InvalidUsage(
+            "cannot combine --aggregators with --nnodes above 1",
+            hint="start `miraccl aggregator` on a host of its own, with MIRACCL_RANK and"
+            " MIRACCL_AGGREGATORS",
+        )
+    nproc = options["nproc"] + aggregators
     if options["raw"] and options["tag"]:
         raise InvalidUsage("cannot combine --raw with --tag: it leaves the output to the ranks")
     with open_job(nproc, options["nnodes"], options["node_rank"], options["master"]) as environ:
@@ -131,6 +146,7 @@ def run(program: str, args: tuple[str, ...], **options: Any) -> None:
             raw=options["raw"],
             grace=options["grace"],
             first=options["node_rank"] * nproc,
+            aggregators=aggregators,
         )
         status = job.run()
     sys.exit(status)
@@ -194,8 +210,11 @@ class LocalJob:
         grace: float,
         raw: bool = False,
         first: int = 0,
+        aggregators: int = 0,
     ) -> None:
         self._command = command
+        #: local ranks from here on are aggregators
+        self._nranks = nproc - aggregators
         self._nproc = nproc
         self._environ = environ
         self._reads_output = tag or (nproc > 1 and not raw)
@@ -220,7 +239,7 @@ class LocalJob:
                     self._process_events(wait=False)
                     if self._stage:  # a signal arrived or a rank has failed: start no more
                         break
-                while self._running:
+                while any(local_rank < self._nranks for local_rank in self._running):
                     self._process_events()
             finally:
                 self._kill_all()
@@ -238,8 +257,13 @@ class LocalJob:
         )
         try:
             process = subprocess.Popen(
-                self._command,
-                env={**self._python_environ(), **os.environ, **self._environ(local_rank)},
+                self._command if local_rank < self._nranks else _AGGREGATOR,
+                env={
+                    **self._python_environ(),
+                    **os.environ,
+                    **self._environ(local_rank),
+                    **self._aggregator_environ(local_rank),
+                },
                 stdin=stdin,
                 stdout=streams,
                 stderr=streams,
@@ -259,6 +283,13 @@ class LocalJob:
     def _python_environ(self) -> dict[str, str]:
         # Python would buffer what it prints to a pipe.
         return {"PYTHONUNBUFFERED": "1"} if self._reads_output else {}
+
+    def _aggregator_environ(self, local_rank: int) -> dict[str, str]:
+        if self._nranks == self._nproc:
+            return {}
+        # PyTorch counts the ranks only.
+        sizes = {"WORLD_SIZE": str(self._nranks), "LOCAL_WORLD_SIZE": str(self._nranks)}
+        return {**sizes, "MIRACCL_AGGREGATORS": str(self._nproc - self._nranks)}
 
     def _watch(self, entry: _Process, local_rank: int) -> None:
         process = entry.process
@@ -325,6 +356,9 @@ class LocalJob:
         self._running.discard(local_rank)
         self._drain(local_rank)
         self._output.close(entry.rank, clock.monotonic())
+        if local_rank >= self._nranks:
+            self._report_aggregator(local_rank, status)
+            return
         if status and self._stage < 2:
             self._output.fail(entry.rank)
         if status and not self._status and self._stage == 0:
@@ -337,6 +371,13 @@ class LocalJob:
             others = "; stopping the others" if self._running else ""
             print(f"miraccl run: rank {entry.rank} {what}{others}", file=sys.stderr, flush=True)
             self._stage, self._limit = 1, clock.monotonic() + self._grace
+
+    def _report_aggregator(self, local_rank: int, status: int) -> None:
+        """Report an aggregator that failed; its ranks get an error and may go on without it."""
+        if status and self._stage == 0:
+            what = f"exit status {status}" if status > 0 else signal_name(-status)
+            name = f"aggregator {local_rank - self._nranks}"
+            print(f"miraccl run: {name} ended ({what})", file=sys.stderr, flush=True)
 
     def _forward(self, number: int) -> None:
         self._signal_all(number)

@@ -77,7 +77,7 @@ def _check_order(schedule: Schedule, channel: int) -> None:
     """Check signals, which go through the FIFO of the messages: they are consumed in the order of
     their posts, and need lines there.
     """
-    nranks, programs = schedule.nranks, schedule.channels[channel]
+    nranks, programs = schedule.participants, schedule.channels[channel]
     fifos: defaultdict[tuple[int, int], deque[str]] = defaultdict(deque)  # by sender and receiver
     parts = [
         [(i, part) for i, step in enumerate(steps) for part in _parts(step, r, nranks)]

@@ -63,7 +63,7 @@ def lower(schedule: Schedule, rank: int, *, signalled: bool = False) -> Program:
     steps = [step for channel in schedule.channels for step in channel[rank]]
     when = rounds_of(schedule, signalled=signalled)[rank]
     lists = [
-        step.peers or (tuple(range(schedule.nranks)) if step.op is Op.BARRIER else ())
+        step.peers or (tuple(range(schedule.participants)) if step.op is Op.BARRIER else ())
         for step in steps
     ]
     peers = np.array([p for peers in lists for p in peers] or [0], np.int64)

@@ -29,7 +29,7 @@ def rounds_of(schedule: Schedule, *, signalled: bool) -> list[list[int]]:
     """
     programs = [
         [step for channel in schedule.channels for step in channel[rank]]
-        for rank in range(schedule.nranks)
+        for rank in range(schedule.participants)
     ]
     if not schedule.ops & SYNCS:
         return [[layout.EVERY_ROUND] * len(steps) for steps in programs]

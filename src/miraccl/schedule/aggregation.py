@@ -1,0 +1,149 @@
+"""Schedules with aggregators: participants that only add, as a parameter server or a switch does.
+
+A rank sends its input once and receives the sum once, S bytes each way instead of the 2 (n - 1) / n
+S of a ring. That pays if an aggregator can receive from all ranks at once: its link is faster than
+theirs, or there are several aggregators. Sources: OmniReduce (SIGCOMM 2021), SHARP (COM-HPC 2016),
+NCCL's CollNet.
+
+============= ===================================== =================== =============
+schedule      aggregators                           blocks per rank     latency steps
+============= ===================================== =================== =============
+star          a, each for a share of the block      1 up, 1 down        2
+two_level     one per group of ranks and a root     1 up, 1 down        4
+rail_trees    one per local rank, over the hosts    (2 L - 1) / L       4
+============= ===================================== =================== =============
+
+The latency is that of one slice. Blocks are cut into slices, and a rank sends ``AHEAD`` slices
+before it waits for the first sum: its link carries data both ways at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+from miraccl.errors import InvalidUsage
+from miraccl.schedule.ir import Schedule, Step
+from miraccl.schedule.steps import inp, out, recv, recv_reduce_all, scratch, send
+from miraccl.types import Collective
+
+#: slices of the share of an aggregator, and slices in flight between it and a rank
+SLICES, AHEAD = 16, 4
+
+
+def _schedule(
+    name: str, nranks: int, programs: Sequence[Iterator[Step]], parts: int, scratch_chunks: int
+) -> Schedule:
+    return Schedule(
+        name=name,
+        collective=Collective.ALL_REDUCE,
+        nranks=nranks,
+        aggregators=len(programs) - nranks,
+        parts=parts,
+        channels=(tuple(tuple(steps) for steps in programs),),
+        scratch_chunks=scratch_chunks,
+    )
+
+
+def _check(nranks: int, aggregators: int, slices: int) -> None:
+    if min(nranks, aggregators, slices) < 1:
+        raise InvalidUsage(
+            f"cannot build a schedule for {nranks} ranks, {aggregators} aggregators and {slices}"
+            " slices: at least 1 of each is required"
+        )
+
+
+def _exchange(parts: int, server: Sequence[int], ahead: int) -> Iterator[Step]:
+    """Yield the steps of a rank: part p goes to ``server[p]``, and its sum comes back."""
+    for part in range(parts + ahead):
+        if part < parts:
+            yield send(inp(part), server[part])
+        if part >= ahead:
+            yield recv(out(part - ahead), server[part - ahead])
+
+
+@lru_cache(maxsize=64)
+def star(nranks: int, aggregators: int = 1, slices: int = SLICES) -> Schedule:
+    """Return an all_reduce in which each aggregator adds a share of the block, in rank order."""
+    _check(nranks, aggregators, slices)
+    parts = aggregators * slices
+    server = [nranks + part % aggregators for part in range(parts)]
+
+    def aggregator(number: int) -> Iterator[Step]:
+        for part in range(number, parts, aggregators):
+            yield recv_reduce_all(None, scratch(part), range(nranks))
+            for rank in range(nranks):
+                # Each aggregator starts with another rank.
+                yield send(scratch(part), (rank + number) % nranks)
+
+    programs = [_exchange(parts, server, AHEAD * aggregators) for _ in range(nranks)]
+    programs += [aggregator(number) for number in range(aggregators)]
+    return _schedule("star", nranks, programs, parts, parts)
+
+
+@lru_cache(maxsize=64)
+def two_level(nranks: int, group: int, slices: int = SLICES) -> Schedule:
+    """Return an all_reduce over a tree: an aggregator per ``group`` of ranks, and a root."""
+    groups = [range(first, min(first + group, nranks)) for first in range(0, nranks, max(1, group))]
+    _check(nranks, len(groups), slices)
+    root = nranks + len(groups)
+
+    def leaf(number: int) -> Iterator[Step]:
+        for part in range(slices + AHEAD):
+            if part < slices:
+                yield recv_reduce_all(None, scratch(part), groups[number])
+                yield send(scratch(part), root)
+            if part >= AHEAD:
+                yield recv(scratch(part - AHEAD), root)
+                for rank in groups[number]:
+                    yield send(scratch(part - AHEAD), rank)
+
+    def top() -> Iterator[Step]:
+        leaves = range(nranks, root)
+        for part in range(slices):
+            yield recv_reduce_all(None, scratch(part), leaves)
+            for peer in leaves:
+                yield send(scratch(part), peer)
+
+    def rank_steps(rank: int) -> Iterator[Step]:
+        return _exchange(slices, [nranks + rank // group] * slices, 2 * AHEAD - 1)
+
+    programs = [rank_steps(rank) for rank in range(nranks)]
+    programs += [leaf(number) for number in range(len(groups))]
+    return _schedule("two_level", nranks, [*programs, top()], slices, slices)
+
+
+@lru_cache(maxsize=64)
+def rail_trees(hosts: int, local: int) -> Schedule:
+    """Return an all_reduce over ``hosts`` hosts of ``local`` ranks with an aggregator per rail.
+
+    The ranks of a host reduce and gather among themselves; local rank l of every host exchanges
+    part l with aggregator l.
+    """
+    _check(hosts, local, 1)
+    nranks = hosts * local
+
+    def rank_steps(rank: int) -> Iterator[Step]:
+        host, own = divmod(rank, local)
+        mates = [host * local + other for other in range(local)]
+        others = mates[own + 1 :] + mates[:own]
+        for mate in others:
+            yield send(inp(mate % local), mate)
+        if local > 1:
+            yield recv_reduce_all(inp(own), out(own), mates)
+        yield send(out(own) if local > 1 else inp(own), nranks + own)
+        yield recv(out(own), nranks + own)
+        for mate in others:
+            yield send(out(own), mate)
+        for mate in reversed(others):
+            yield recv(out(mate % local), mate)
+
+    def aggregator(rail: int) -> Iterator[Step]:
+        members = [host * local + rail for host in range(hosts)]
+        yield recv_reduce_all(None, scratch(rail), members)
+        for rank in members:
+            yield send(scratch(rail), rank)
+
+    programs = [rank_steps(rank) for rank in range(nranks)]
+    programs += [aggregator(rail) for rail in range(local)]
+    return _schedule("rail_trees", nranks, programs, local, local)

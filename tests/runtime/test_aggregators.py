@@ -1,0 +1,52 @@
+"""Aggregators as processes: sums, the choice, death of one, and the command line."""
+
+from __future__ import annotations
+
+import pytest
+
+from miraccl.runtime.aggregation import PROBES, fit
+from tests.runtime import aggregator_ranks
+from tests.support.ranks import rank_outcomes, run_ranks
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.mark.parametrize(("aggregators", "per_host"), [(1, ""), (2, "x")])
+def test_sums(aggregators: int, per_host: str) -> None:
+    env = {"MIRACCL_AGGREGATORS": str(aggregators), "MIRACCL_AGGREGATION": "always"}
+    results = run_ranks(aggregator_ranks.sums, 2 + aggregators, bool(per_host), env=env)
+    assert results[:2] == [("star", True, [0, 1], 2)] * 2
+    for served in results[2:]:
+        assert len(served) == 10
+        assert max(served) == 4 * 100_003
+
+
+def test_not_used() -> None:
+    env = {"MIRACCL_AGGREGATORS": "1", "MIRACCL_AGGREGATION": "never"}
+    first, second, served = run_ranks(aggregator_ranks.sums, 3, False, env=env)
+    assert first == second
+    assert first[0] != "star"
+    assert first[1:] == (True, [0, 1], 2)
+    assert served == []
+
+
+def test_death() -> None:
+    env = {"MIRACCL_AGGREGATORS": "1", "MIRACCL_AGGREGATION": "always"}
+    outcomes = rank_outcomes(aggregator_ranks.death, 3, env=env)
+    for outcome in outcomes:
+        if outcome.rank == 2:
+            continue
+        assert outcome.ok, outcome
+        text, total, algo = outcome.value
+        assert text.startswith("PeerDied")
+        assert "aggregator 0 ended" in text
+        assert total == [2.0] * 4
+        assert algo != "star"
+
+
+def test_line_through_two_sizes() -> None:
+    low, high = PROBES
+    line = fit(10 + low / 100, 10 + high / 100)
+    assert line.latency_us == pytest.approx(10)
+    assert line.predict_us(1 << 20) == pytest.approx(10 + (1 << 20) / 100)
+    assert fit(50, 40).predict_us(1 << 20) > 0
