@@ -32,6 +32,7 @@ def test_proved_and_right(schedule: Schedule) -> None:
     rng = np.random.default_rng(1)
     inputs = [rng.integers(-9, 9, 101).astype(np.int64) for _ in range(schedule.nranks)]
     for output in interpret(schedule, inputs):
+        assert output is not None
         assert np.array_equal(output, sum(inputs))
 
 

@@ -107,7 +107,9 @@ def split_points(samples: Words, counts: Words, nranks: int) -> Words:
     flat, weights = flat[order], weights[order] * (flat[order] >= 0)
     reached = np.cumsum(weights)
     goals = reached[-1] * np.arange(1, nranks) / nranks
-    return flat[np.minimum(np.searchsorted(reached, goals), len(flat) - 1)]
+    places: Words = np.minimum(np.searchsorted(reached, goals), len(flat) - 1)
+    points: Words = flat[places]
+    return points
 
 
 def add_in_rank_order(keys: Sequence[Words], rows: Sequence[Array]) -> tuple[Words, Array]:
@@ -145,7 +147,7 @@ class CooReducer:
     def _reduce(self, call: CooCall) -> tuple[Array, Array]:
         core = self._core
         keys, rows = sorted_rows(call.indices, call.values)
-        keys, rows = keys, rows.reshape(len(keys), call.per_row)
+        rows = rows.reshape(len(keys), call.per_row)
         points, counts = self._agree(call, keys)
         if core.nranks > 1 and counts.sum():
             keys, rows = self._exchange(keys, rows, points)
@@ -167,9 +169,7 @@ class CooReducer:
         for position, field in enumerate(AGREED):
             held = table[:, position].tolist()
             if len(set(held)) > 1:
-                label = {"dtype": lambda v: DType(v).label, "dtype of indices": "int{}".format}
-                show = label.get(field, str)
-                shown = ", ".join(f"{show(v)} on rank {rank}" for rank, v in enumerate(held))
+                shown = ", ".join(f"{_show(field, v)} on rank {r}" for r, v in enumerate(held))
                 text = f"{NAME}: ranks passed different values of {field}: {shown[:500]}"
                 raise core.faults.propagate(CollectiveMismatch(text, rank=core.rank, op=NAME))
         counts = table[:, given]
@@ -221,3 +221,9 @@ class CooReducer:
     def _run(self, op: OpSpec, args: tuple[Any, ...]) -> None:
         call = prepare(op, self._core.reader, args)
         self._core.run_now(call, self._core.plan(call), NAME)
+
+
+def _show(field: str, value: int) -> str:
+    if field == "dtype":
+        return DType(value).label
+    return f"int{value}" if field == "dtype of indices" else str(value)
