@@ -23,12 +23,12 @@ from miraccl.ops import spec
 from miraccl.ops.check import Transfer
 from miraccl.ops.prepare import PreparedOp, prepare
 from miraccl.planning.planner import Candidate
-from miraccl.runtime.faults import CpuFaults
 from miraccl.schedule.aggregation import star
 from miraccl.types import DType, RedOp
 
 if TYPE_CHECKING:
     from miraccl.runtime.core import CommunicatorCore
+    from miraccl.runtime.engine_faults import CpuFaults
 
 _log = trace.logger("aggregation")
 NAME = "all_reduce"
