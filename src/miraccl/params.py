@@ -128,6 +128,12 @@ def parse_count(text: str) -> int:
     return int(text)
 
 
+def _parse_port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise ValueError("allowed are ports 1 to 65535, and 0")
+    return int(text)
+
+
 def parse_integer(text: str) -> int:
     """Parse a decimal or 0x whole number; negative ones have a meaning for some parameters."""
     try:
@@ -272,6 +278,14 @@ P2P_STREAMS = declare(
     parse_count,
     "TCP streams of a connection between agents of different hosts.",
     kind="number",
+)
+LISTEN_PORT = declare(
+    "LISTEN_PORT",
+    0,
+    _parse_port,
+    "Port at which rank 0 listens where it is mapped to MASTER_PORT, as by docker -p; 0: at"
+    " MASTER_PORT itself.",
+    kind="count",
 )
 HOSTID = declare(
     "HOSTID",

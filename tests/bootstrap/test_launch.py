@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
 import stat
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -646,7 +648,9 @@ def test_another_secret_outweighs_later_refusals() -> None:
     threading.Timer(0.3, hub.close).start()
     with pytest.raises(AuthenticationError, match=f"127.0.0.1:{port}: .* another secret") as caught:
         join_launch(detect_launch(environ), 1.0)
-    assert "a MASTER_PORT that is mapped must have the same number" in str(caught.value)
+    assert "set MASTER_PORT to the number outside of the container where it is mapped" in str(
+        caught.value
+    )
 
 
 def test_master_port_that_is_mapped_to_another_number() -> None:
@@ -661,6 +665,68 @@ def test_master_port_that_is_mapped_to_another_number() -> None:
     assert isinstance(first, BootstrapError)
     assert isinstance(second, AuthenticationError)
     assert "MASTER_PORT" in str(second)
+
+
+@contextlib.contextmanager
+def port_mapping(outside: int, inside: int) -> Iterator[None]:
+    """Forward connections to port ``outside`` to port ``inside``, as ``docker -p`` does."""
+    server = socket.create_server(("127.0.0.1", outside))
+
+    def copy(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = server.accept()
+                try:
+                    target = socket.create_connection(("127.0.0.1", inside))
+                except OSError:  # rank 0 does not listen yet
+                    client.close()
+                    continue
+                for ends in ((client, target), (target, client)):
+                    threading.Thread(target=copy, args=ends, daemon=True).start()
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+        thread.join()
+
+
+def test_ranks_meet_at_a_mapped_master_port() -> None:
+    """All have the number outside; rank 0 listens at the one inside, which nobody else knows."""
+    inside, outside = free_port(), free_port()
+    environs = _ranks(3, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(outside))
+    environs[0]["MIRACCL_LISTEN_PORT"] = str(inside)
+    with port_mapping(outside, inside):
+        sessions = _meet_all(environs)
+        assert sessions[0].hub is not None
+        assert {port for _, port in sessions[0].hub.addresses} == {inside}
+        assert (
+            in_threads([lambda s=s: s.all_gather(bytes([s.rank]), "x") for s in sessions])
+            == [[b"\0", b"\1", b"\2"]] * 3
+        )
+        _close(sessions)
+
+
+def test_rank_0_reports_a_mapping_that_is_missing() -> None:
+    """Both numbers are in the hint."""
+    inside, outside = free_port(), free_port()
+    environ = _ranks(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(outside))[0]
+    environ["MIRACCL_LISTEN_PORT"] = str(inside)
+    with pytest.raises(BootstrapError) as caught:
+        join_launch(detect_launch(environ), 0.3)
+    assert f"rank 0 listened at port {inside} (LISTEN_PORT)" in str(caught.value)
+    assert f"port {outside}, where the others connect, mapped to it?" in str(caught.value)
 
 
 def test_all_ports_taken():

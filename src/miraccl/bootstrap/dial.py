@@ -30,7 +30,7 @@ CONNECT_SECONDS, ANSWER_SECONDS = 2.0, 5.0  # limits of an attempt
 VERDICT_SECONDS = 0.25
 SECRET_HINT = (
     "give all ranks the same unique id, or the same MIRACCL_SECRET, MASTER_PORT and run id, which "
-    "make the secret; a MASTER_PORT that is mapped must have the same number on both sides"
+    "make the secret; set MASTER_PORT to the number outside of the container where it is mapped"
 )
 RESOLVE_SECONDS = 1.0  # between resolutions of a name
 RESOLVE_POLL = 0.005  # between polls of a resolution

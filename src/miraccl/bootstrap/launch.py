@@ -63,13 +63,15 @@ SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 class PortRendezvous:
     """Rank 0 listens on ``host`` at one of ``ports``.
 
-    ``derived``: the secret is derived from public values, see the module.
+    ``derived``: the secret is derived from public values, see the module. ``listen_port``: port
+    that reaches the others as the first of ``ports``, 0 if ports are not mapped.
     """
 
     host: str
     ports: range
     secret: bytes = field(repr=False)
     derived: bool
+    listen_port: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,7 +349,11 @@ def _port_rendezvous(
     key = given if given else f"user {os.getuid()}"
     secret = hashlib.sha256("\0".join(["miraccl job secret", key, *parts]).encode()).digest()
     return PortRendezvous(
-        host=host, ports=range(first, min(last, 65535) + 1), secret=secret, derived=not given
+        host=host,
+        ports=range(first, min(last, 65535) + 1),
+        secret=secret,
+        derived=not given,
+        listen_port=params.LISTEN_PORT.read(environ),
     )
 
 
@@ -510,6 +516,11 @@ def _rank_0_hint(rendezvous: PortRendezvous, port: int) -> str:
             f"the others connect to {rendezvous.host}, which is not an address of this host, "
             "where rank 0 runs"
         )
+    if rendezvous.listen_port:
+        return (
+            f"rank 0 listened at port {port} (LISTEN_PORT); is {rendezvous.host} port"
+            f" {rendezvous.ports.start}, where the others connect, mapped to it?"
+        )
     if port != rendezvous.ports.start:
         return (
             f"rank 0 listened at port {port} because {rendezvous.ports.start} was taken; "
@@ -519,22 +530,24 @@ def _rank_0_hint(rendezvous: PortRendezvous, port: int) -> str:
 
 
 def _listen_in_range(rendezvous: PortRendezvous, nranks: int) -> HubServer:
-    """Start a hub at the first free port.
+    """Start a hub at the first free port, or at that which is mapped.
 
     A loopback name is listened on as such, any other on all addresses of this host.
     """
     hosts = [""]
-    if is_loopback(rendezvous.host):
+    mapped = rendezvous.listen_port
+    ports = range(mapped, mapped + 1) if mapped else rendezvous.ports
+    if is_loopback(rendezvous.host) and not mapped:
         hosts = ["127.0.0.1", "::1"] if rendezvous.host == "localhost" else [rendezvous.host]
     problem = ""
-    for port in rendezvous.ports:
+    for port in ports:
         try:
             return create_hub(nranks=nranks, hosts=hosts, port=port, secret=rendezvous.secret)[1]
         except SystemFailure as error:
             problem = error.message
     raise SystemFailure(
         f"cannot start rank 0's control plane: none of the ports "
-        f"{rendezvous.ports.start}..{rendezvous.ports.stop - 1} is free: {problem}",
+        f"{ports.start}..{ports.stop - 1} is free: {problem}",
         rank=0,
     )
 
