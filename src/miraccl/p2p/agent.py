@@ -153,9 +153,19 @@ class Agent:
             timeout=self.timeout,
             block_nbytes=block_nbytes,
             ended=self._registrations.discard,
+            handle=self._export(memory),
         )
         self._registrations.add(registration)
         return registration
+
+    @staticmethod
+    def _export(memory: Memory) -> bytes:
+        """Return the handle of GPU memory for other processes; empty for CPU memory."""
+        if memory.device < 0:
+            return b""
+        from miraccl.p2p.device import export_memory  # loads the CUDA driver
+
+        return export_memory(memory)
 
     def empty(self, shape: Any, dtype: Any = "uint8") -> Any:
         """Return an array of zeros in window memory, which agents of this host can map.

@@ -16,8 +16,8 @@ from miraccl.transport.region import KEY_BYTES, Rights
 
 MAGIC = b"MRD1"
 #: magic, agent, slot, generation, key, offset, bytes, block bytes, rights, device, lengths of the
-#: dtype, name and address, number of dimensions
-_HEAD = struct.Struct("<4s32sIQ16sQQQBhBBBB")
+#: dtype, name, address and GPU handle, number of dimensions
+_HEAD = struct.Struct("<4s32sIQ16sQQQBhBBBBB")
 _CRC = struct.Struct("<I")
 MAX_DIMENSIONS = 32
 
@@ -32,6 +32,7 @@ class RemoteMemory:
         offset: First byte within the registration.
         block_nbytes: Bytes of a block, by default those of a row (an index of the first axis).
         device: Ordinal of the owner's GPU, -1 for CPU memory.
+        handle: Exported handle of GPU memory, for processes of the owner's host.
         name, address: The owner's name and host:port.
     """
 
@@ -48,6 +49,7 @@ class RemoteMemory:
     device: int = -1
     name: str = ""
     address: str = ""
+    handle: bytes = field(default=b"", repr=False)
 
     @property
     def nblocks(self) -> int:
@@ -86,9 +88,17 @@ class RemoteMemory:
             len(dtype),
             len(name),
             len(address),
+            len(self.handle),
             len(self.shape),
         )
-        body = head + dtype + name + address + struct.pack(f"<{len(self.shape)}Q", *self.shape)
+        body = (
+            head
+            + dtype
+            + name
+            + address
+            + self.handle
+            + struct.pack(f"<{len(self.shape)}Q", *self.shape)
+        )
         return body + _CRC.pack(zlib.crc32(body))
 
     @classmethod
@@ -113,9 +123,11 @@ class RemoteMemory:
         for length in lengths[:3]:
             texts.append(body[at : at + length].decode())
             at += length
-        if lengths[3] > MAX_DIMENSIONS or len(body) != at + 8 * lengths[3]:
+        handle = body[at : at + lengths[3]]
+        at += lengths[3]
+        if lengths[4] > MAX_DIMENSIONS or len(body) != at + 8 * lengths[4]:
             raise ValueError(f"its length is {len(data)}")
-        shape = struct.unpack_from(f"<{lengths[3]}Q", body, at)
+        shape = struct.unpack_from(f"<{lengths[4]}Q", body, at)
         if not 0 < block <= max(nbytes, 1) or offset + nbytes >= 1 << 62 or rights > 3:
             raise ValueError(f"{nbytes} bytes in blocks of {block}, rights {rights}")
         if any(n >= 1 << 62 for n in (slot, generation, *shape)):
@@ -134,6 +146,7 @@ class RemoteMemory:
             device=device,
             name=texts[1],
             address=texts[2],
+            handle=handle,
         )
 
 

@@ -38,3 +38,8 @@ def serve() -> Callable[..., int]:
 @functools.cache
 def run_op() -> Callable[..., int]:
     return entry(REQUEST, "run_op")
+
+
+@functools.cache
+def begin_op() -> Callable[..., int]:
+    return entry(REQUEST, "begin_op")

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,7 +33,7 @@ MATCH_SLICE_S = 0.02
 _RECORD = struct.Struct("<IIq")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class Notification:
     """Notification of a peer.
 
@@ -95,7 +95,10 @@ class Inbox:
         self._arrived: deque[Notification] = deque()
         self._pairs: list[PairSegment] = []
         self._addresses = np.zeros(0, np.int64)
-        self._scratch = np.zeros(2, np.int64)
+        self._pointer = 0
+        self._kept: list[Any] = []
+        #: Work memory of threads that wait: (array, address).
+        self._scratches: list[tuple[Any, int]] = []
         self._lock = threading.Lock()
         self._take, self._await, self._ring = (
             local(name) for name in ("take_record", "await_records", "ring_doorbell")
@@ -129,7 +132,11 @@ class Inbox:
             )
 
     def _set_addresses(self) -> None:
-        self._addresses = np.array([p.address for p in self._pairs], np.int64)
+        addresses = np.array([p.address for p in self._pairs], np.int64)
+        self._pointer = addresses.__array_interface__["data"][0] if len(addresses) else 0
+        # Threads may still wait with the former array: the last ones are kept.
+        self._kept = [*self._kept[-64:], addresses]
+        self._addresses = addresses
 
     @property
     def pairs(self) -> list[PairSegment]:
@@ -165,15 +172,16 @@ class Inbox:
             return True
         if match is not None:  # a notification by the network may have come meanwhile
             seconds = min(seconds, MATCH_SLICE_S)
-        addresses, scratch = self._addresses, np.empty(2, np.int64)
+        try:
+            scratch = self._scratches.pop()
+        except IndexError:
+            array = np.zeros(2, np.int64)
+            scratch = array, array.ctypes.data
+        wait_ns = int(min(seconds, 1e6) * 1e9)
         found = self._await(
-            addresses.ctypes.data if len(addresses) else 0,
-            len(addresses),
-            self._table.doorbell,
-            SPIN_NS,
-            int(min(seconds, 1e6) * 1e9),
-            scratch.ctypes.data,
+            self._pointer, len(self._addresses), self._table.doorbell, SPIN_NS, wait_ns, scratch[1]
         )
+        self._scratches.append(scratch)
         return bool(found)
 
     def _drain(self, pair: PairSegment) -> None:

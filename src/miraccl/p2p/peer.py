@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from miraccl.deadline import Deadline
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 #: Longest notification, in bytes.
 MAX_NOTIFICATION = layout.MAX_RECORD - 2048
+#: Transfers of whole memories whose checks are remembered.
+MAX_RECENT = 128
 
 
 class Peer:
@@ -40,6 +44,7 @@ class Peer:
         self._numbers = itertools.count(1)
         self._closed = False
         self._decoded: dict[bytes, RemoteMemory] = {}
+        self._recent: dict[tuple[Any, ...], Prepared] = {}
 
     @property
     def method(self) -> str:
@@ -162,13 +167,18 @@ class Peer:
             moved = self._whole(memory, target, name)
         else:
             moved = self._blocks(memory, target, local_blocks, remote_blocks, writes, name)
-        return Prepared(self, name, moved, target, writes, memory.owner)
+        return Prepared(self, name, moved, target, writes, memory)
 
     def prepare_extents(
-        self, kind: str, moved: Extents, remote: RemoteMemory, owner: Any
+        self, kind: str, moved: Extents, remote: RemoteMemory, owner: Any, device: int = -1
     ) -> Prepared:
-        """Prepare a transfer of extents that the caller has made; ``owner`` keeps their memory."""
-        return Prepared(self, kind, moved, remote, kind == "write", owner)
+        """Prepare a transfer of extents that the caller has made; ``owner`` keeps their memory,
+        which is on the GPU ``device`` or, for -1, in CPU memory.
+        """
+        memory = Memory(
+            address=0, nbytes=0, shape=(), dtype="", writable=True, device=device, owner=owner
+        )
+        return Prepared(self, kind, moved, remote, kind == "write", memory)
 
     def notify(self, data: bytes, *, deadline: float | None = None) -> None:
         """Send a notification without a transfer, after those of all transfers that have ended.
@@ -206,8 +216,18 @@ class Peer:
     ) -> Transfer:
         target = self._remote(remote, kind)
         memory = self._local(local, kind, writes)
-        moved = self._whole(memory, target, kind)
-        return Prepared(self, kind, moved, target, writes, memory.owner).start(notify, deadline)
+        key = (kind, memory.address, memory.nbytes, memory.device, id(target))
+        prepared = self._recent.get(key)
+        if prepared is None:
+            moved = self._whole(memory, target, kind)
+            prepared = Prepared(self, kind, moved, target, writes, replace(memory, owner=None))
+            if len(self._recent) >= MAX_RECENT:
+                self._recent.clear()
+            self._recent[key] = prepared  # it keeps ``target``, so the id stays its own
+        transfer = prepared.start(notify, deadline)
+        if not transfer._done:
+            transfer.keep = memory.owner
+        return transfer
 
     def _deadline(self, seconds: float | Deadline | None) -> Deadline:
         return Deadline.after(self._owner.timeout if seconds is None else seconds)
@@ -239,15 +259,7 @@ class Peer:
             raise InvalidUsage(f"cannot {op_name}: local is read-only")
         return memory
 
-    def _check_devices(self, memory: Memory, target: RemoteMemory, op_name: str) -> None:
-        if memory.device >= 0 or target.device >= 0:
-            raise InvalidUsage(
-                f"cannot {op_name}: GPU memory is not supported by agents yet",
-                hint="copy through CPU memory",
-            )
-
     def _whole(self, memory: Memory, target: RemoteMemory, op_name: str) -> Extents:
-        self._check_devices(memory, target, op_name)
         if memory.nbytes != target.nbytes:
             raise InvalidUsage(
                 f"cannot {op_name}: local has {memory.nbytes} bytes, remote {target.nbytes}",
@@ -264,7 +276,6 @@ class Peer:
         writes: bool,
         op_name: str,
     ) -> Extents:
-        self._check_devices(memory, target, op_name)
         block = target.block_nbytes
         local_count = memory.nbytes // block
         made = extents.from_blocks(
@@ -294,12 +305,24 @@ class Prepared:
         moved: Extents,
         remote: RemoteMemory,
         writes: bool,
-        owner: Any,
+        memory: Memory,
     ) -> None:
-        self._peer, self._kind, self._owner = peer, kind, owner
+        self._peer, self._kind, self._owner = peer, kind, memory.owner
         self._remote, self._extents, self._writes = remote, moved, writes
-        name = f"{kind} {moved.total} bytes"
-        self._jobs: list[Any] = [peer._path.job(remote, moved, writes, name)]
+        self._device = memory.device
+        job = self._make_job()
+        self._jobs: list[Any] = [job]
+        self._is_short: bool = getattr(job, "is_short", False)
+        self._finished = FinishedTransfer(self, peer.name, moved)
+
+    def _make_job(self) -> Any:
+        path, remote = self._peer._path, self._remote
+        name = f"{self._kind} {self._extents.total} bytes"
+        if self._device < 0 and remote.device < 0:
+            return path.job(remote, self._extents, self._writes, name)
+        from miraccl.p2p.device import make_job  # loads the CUDA driver
+
+        return make_job(path, remote, self._extents, self._writes, self._device, name)
 
     def start(
         self, notify: bytes | None = None, deadline: float | Deadline | None = None
@@ -311,24 +334,52 @@ class Prepared:
         try:
             job = self._jobs.pop()
         except IndexError:  # each transfer under way has a job of its own
-            name = f"{self._kind} {self._extents.total} bytes"
-            job = peer._path.job(self._remote, self._extents, self._writes, name)
-        transfer: Transfer = peer._path.start(
-            job,
+            job = self._make_job()
+        if self._is_short:
+            number = peer._path.try_fast(job, notify, peer._numbers)
+            if number:
+                self._jobs.append(job)
+                if notify is None:
+                    return self._finished
+                return FinishedTransfer(self, peer.name, self._extents, number)
+        begin = job.start if hasattr(job, "start") else functools.partial(peer._path.start, job)
+        transfer: Transfer = begin(
             kind=self._kind,
             number=next(peer._numbers),
             deadline=peer._deadline(deadline),
             notify=notify,
             release=self._jobs.append,
         )
-        transfer.keep = self._owner
+        if self._owner is not None:
+            transfer.keep = self._owner
         return transfer
 
     def explain(self) -> TransferPlan:
         """Return the method and the predicted time."""
         job = self._jobs[-1]
+        if not hasattr(job, "explain"):  # stripes of a path by TCP
+            made: TransferPlan = self._peer._path.explain(self._kind, self._extents)
+            return made
         plan: TransferPlan = job.explain(self._kind)
         return plan
+
+
+_NO_DEADLINE = Deadline(seconds=0.0, at=0.0)  # nothing is left to wait for
+
+
+class FinishedTransfer(Transfer):
+    """Transfer that had succeeded when ``start`` returned; those without a notification share
+    one.
+    """
+
+    def __init__(self, prepared: Prepared, peer: str, moved: Extents, number: int = 0) -> None:
+        super().__init__(
+            kind=prepared._kind, peer=peer, number=number, extents=moved, deadline=_NO_DEADLINE
+        )
+        self._prepared, self._done = prepared, True
+
+    def explain(self) -> TransferPlan:
+        return self._prepared.explain()
 
 
 def _checked_notification(data: bytes) -> bytes:

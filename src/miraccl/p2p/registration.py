@@ -122,9 +122,10 @@ class Registration:
         timeout: float,
         block_nbytes: int = 0,
         ended: Callable[[Registration], None] = lambda registration: None,
+        handle: bytes = b"",
     ) -> None:
         self._table, self._identity, self._lines = table, identity, lines
-        self._timeout, self._ended = timeout, ended
+        self._timeout, self._ended, self._handle = timeout, ended, handle
         self.memory, self.rights = memory, rights
         self.block_nbytes = block_nbytes or row_bytes(memory.shape, memory.nbytes)
         if not 0 < self.block_nbytes <= max(memory.nbytes, 1):
@@ -162,6 +163,7 @@ class Registration:
             device=memory.device,
             name=name,
             address=address,
+            handle=self._handle,
         )
 
     def advertise(self, *, rows: tuple[int, int] | None = None) -> bytes:

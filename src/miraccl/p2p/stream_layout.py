@@ -149,5 +149,5 @@ PHASE_START, PHASE_SEND, PHASE_NOTIFY, PHASE_RECEIVE, PHASE_DONE = range(5)
 #: Requests of a GET that are under way at a time.
 MAX_ASKED = 2
 #: Results of ``run_op``: again after a time slice, done (``OP_STATUS``), broken (``OP_ERRNO``),
-#: the answer violates the protocol.
-RUN_MORE, RUN_DONE, RUN_BROKEN, RUN_PROTOCOL = range(4)
+#: the answer violates the protocol, done with a status other than OK.
+RUN_MORE, RUN_DONE, RUN_BROKEN, RUN_PROTOCOL, RUN_FAILED = range(5)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import os
 import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +30,7 @@ from miraccl.errors import (
 from miraccl.p2p import stream_layout as frames
 from miraccl.p2p.descriptors import RemoteMemory
 from miraccl.p2p.extents import Extents
-from miraccl.p2p.native_calls import run_op
+from miraccl.p2p.native_calls import begin_op, run_op
 from miraccl.p2p.transfer import Background, Transfer, TransferPlan
 from miraccl.transport.fifo import PrivateMemory
 from miraccl.transport.region import Rights
@@ -42,6 +41,8 @@ INLINE_BYTES = 1 << 16
 STRIPE_BYTES = 1 << 23
 SPIN_NS = 50_000
 WAIT_SLICE_NS, POST_SLICE_NS = 50_000_000, 20_000
+#: Time in which an answer on the same network usually comes; ``start`` blocks for it.
+FAST_SLICE_NS = 40_000
 #: Operations without an answer yet on one stream; then the caller reads answers first.
 MAX_PENDING = 64
 #: Constants of the prediction in us: one round trip, one frame, one byte (loopback, EPYC 9V74).
@@ -64,9 +65,12 @@ class Stream:
         self.pending: deque[StreamTransfer] = deque()
         self._work = PrivateMemory(frames.WORK_BYTES)
 
-    @property
-    def work(self) -> int:
-        return self._work.address
+        self.fd = sock.fileno()
+
+    def begin(self, job: StreamJob, number: int, flags: int, notify: bytes | None) -> None:
+        """Prepare the words of an operation."""
+        nbytes = -1 if notify is None else len(notify)
+        begin_op()(job.address, self.fd, number, flags, self._work.address, notify, nbytes)
 
     def post(self, transfer: StreamTransfer) -> None:
         """Send an operation, or begin to; the caller holds the lock."""
@@ -79,7 +83,15 @@ class Stream:
         if self.broken is not None:
             raise self.broken
         self.pending.append(transfer)
+        transfer.begin()
         self._run(transfer, POST_SLICE_NS, sends_only=True)
+
+    def adopt(self, transfer: StreamTransfer, result: int) -> None:
+        """Continue an operation that ``StreamPath.try_fast`` has begun; the caller holds the
+        lock.
+        """
+        self.pending.append(transfer)
+        self._handle(transfer, result)
 
     def step(self, slice_ns: int) -> None:
         """Continue the oldest operation; the caller holds the lock."""
@@ -87,9 +99,11 @@ class Stream:
             self._run(self.pending[0], slice_ns, sends_only=False)
 
     def _run(self, transfer: StreamTransfer, slice_ns: int, *, sends_only: bool) -> None:
+        self._handle(transfer, run_op()(transfer.job.address, slice_ns, int(sends_only)))
+
+    def _handle(self, transfer: StreamTransfer, result: int) -> None:
         job = transfer.job
-        result = run_op()(job.address, slice_ns, int(sends_only))
-        if result == frames.RUN_DONE:
+        if result in (frames.RUN_DONE, frames.RUN_FAILED):
             self.pending.popleft()
             transfer.ended(None)
         elif result == frames.RUN_MORE:
@@ -142,6 +156,11 @@ class StreamJob:
     ) -> None:
         self.remote, self.extents, self.first_byte = remote, extents, first_byte
         self.kind = frames.PUT if writes else frames.GET
+        self.is_short = 0 < extents.total <= INLINE_BYTES and (
+            extents.count <= frames.MAX_FRAME_EXTENTS
+        )
+        #: Operation that ``StreamPath.try_fast`` has begun: number, result and stream.
+        self.begun: tuple[int, int, Stream] | None = None
         self._words = words = np.zeros(frames.OP_BYTES // 8, np.int64)
         self.address = int(words.__array_interface__["data"][0])
         key = np.frombuffer(remote.key, np.int64)
@@ -156,24 +175,6 @@ class StreamJob:
             (frames.OP_TOTAL, extents.total),
             (frames.OP_SPIN_NS, SPIN_NS),
             (frames.OP_BLOCK, min(extents.block_nbytes, 0xFFFFFFFF)),
-        ):
-            words[at // 8] = value
-
-    def restart(self, stream: Stream, number: int, notify: bytes | None, flags: int) -> None:
-        words = self._words
-        words[frames.OP_INDEX // 8 : frames.OP_TOTAL // 8] = 0
-        words[frames.OP_CANCEL // 8 : frames.OP_NOTIFY_DATA // 8] = 0
-        words[frames.OP_IN_STATE // 8 : frames.OP_BLOCK // 8] = 0
-        self.notify = notify
-        data = ctypes.c_char_p(notify) if notify is not None else None
-        for at, value in (
-            (frames.OP_FD, stream.sock.fileno()),
-            (frames.OP_NUMBER, number),
-            (frames.OP_FLAGS, flags),
-            (frames.OP_WORK, stream.work),
-            (frames.OP_FRAME_SENT, -1),
-            (frames.OP_NOTIFY_BYTES, -1 if notify is None else len(notify)),
-            (frames.OP_NOTIFY_DATA, ctypes.cast(data, ctypes.c_void_p).value or 0 if data else 0),
         ):
             words[at // 8] = value
 
@@ -199,6 +200,7 @@ class StreamTransfer(Transfer):
         notify: bytes | None,
         release: Callable[[StreamJob], None],
         flags: int = 0,
+        begun: int | None = None,
     ) -> None:
         super().__init__(
             kind=kind, peer=path.name, number=number, extents=job.extents, deadline=deadline
@@ -209,13 +211,21 @@ class StreamTransfer(Transfer):
         writes_notify = notify if job.kind == frames.PUT else None
         if writes_notify is not None:
             flags |= frames.NOTIFIES
-        job.restart(stream, number, writes_notify, flags)
+        self._begin = number, flags, writes_notify
         self.waiters = 0
         self._cancelling = False
         with stream.lock:
-            stream.post(self)
+            if begun is None:
+                stream.post(self)
+            else:
+                stream.adopt(self, begun)
         if not self._done and job.extents.total > INLINE_BYTES:
             path.background_of(stream).add(self)
+
+    def begin(self) -> None:
+        """Prepare the words of the operation."""
+        number, flags, notify = self._begin
+        self._stream.begin(self.job, number, flags, notify)
 
     @property
     def sent(self) -> bool:
@@ -461,6 +471,29 @@ class StreamPath:
         starts = itertools.accumulate((part.total for part in parts), initial=0)
         return [StreamJob(remote, part, writes, at) for part, at in zip(parts, starts)]
 
+    def try_fast(self, job: StreamJob, notify: bytes | None, numbers: Iterator[int]) -> int:
+        """Run a short operation on an idle stream; return its number, or 0 if it must go to
+        ``start``, which also continues it after a time slice without an answer.
+        """
+        stream = self.streams[0]
+        if self.lost is not None or stream.broken is not None or stream.pending:
+            return 0
+        if job.kind == frames.GET and notify is not None:
+            return 0
+        if not stream.lock.acquire(blocking=False):
+            return 0
+        if stream.pending or job.begun is not None:  # the lock is reentrant
+            stream.lock.release()
+            return 0
+        number = next(self._numbers)
+        stream.begin(job, number, 0 if notify is None else frames.NOTIFIES, notify)
+        result = run_op()(job.address, FAST_SLICE_NS, 0)
+        if result == frames.RUN_DONE:
+            stream.lock.release()
+            return number
+        job.begun = number, result, stream  # and the lock is held until ``start``
+        return 0
+
     def start(
         self,
         job: Any,
@@ -471,7 +504,9 @@ class StreamPath:
         notify: bytes | None,
         release: Callable[[Any], None],
     ) -> Transfer:
-        self._check_alive()
+        begun = not isinstance(job, list) and job.begun is not None
+        if not begun:
+            self._check_alive()
         # Numbers of a stream are unique: an abandoned operation may still be answered.
         number = next(self._numbers)
         common: dict[str, Any] = {
@@ -493,7 +528,14 @@ class StreamPath:
             )
         if not job.extents.total:
             return _Empty(self, notify, job, common)
-        return StreamTransfer(self, self._choose(), job, **common)
+        if not begun:
+            return StreamTransfer(self, self._choose(), job, **common)
+        common["number"], result, stream = job.begun
+        job.begun = None
+        try:
+            return StreamTransfer(self, stream, job, begun=result, **common)
+        finally:
+            stream.lock.release()
 
     def _usable(self) -> list[Stream]:
         """Return the streams, opened anew if a deadline has broken one."""

@@ -165,8 +165,9 @@ def step_job(self: int, args: int, nargs: int) -> int:
 
 
 def run_job(self: int, args: int, nargs: int) -> int:
-    """``run_job(job)``: restart a job and move its first ``STEP_BYTES``."""
+    """``run_job(job, line)``: restart a job and move its first ``STEP_BYTES``."""
     job = PyLong_AsLong(load(args))
+    store(job + layout.JOB_ACCESS, PyLong_AsLong(load(args + 8)))
     restart(job)
     if load(job + layout.JOB_TOTAL) <= RELEASE_GIL_BYTES:
         return PyLong_FromLong(step(job, layout.STEP_BYTES))

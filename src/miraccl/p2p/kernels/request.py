@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from miraccl.native.intrinsics import (
+    PyBytes_AsString,
     PyEval_RestoreThread,
     PyEval_SaveThread,
     PyLong_AsLong,
@@ -451,7 +452,8 @@ def run(op: int, slice_ns: int, sends_only: bool) -> int:
     else:
         waited = run_get(op, until, sends_only)
     if waited == 0:
-        return frames.RUN_DONE
+        failed = load(op + frames.OP_STATUS) != frames.OK
+        return frames.RUN_FAILED if failed else frames.RUN_DONE
     if waited == 1:
         return frames.RUN_MORE
     if waited == 2:
@@ -469,4 +471,26 @@ def run_op(self: int, args: int, nargs: int) -> int:
     return PyLong_FromLong(result)
 
 
-EXPORTS: dict[str, Any] = {"run_op": run_op}
+def begin_op(self: int, args: int, nargs: int) -> int:
+    """``begin_op(op, fd, number, flags, work, data, nbytes)``: prepare an operation to run.
+
+    ``data``: bytes object of the notification; ``nbytes`` is -1 for none.
+    """
+    op, nbytes = PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 48))
+    for at in range(frames.OP_INDEX, frames.OP_TOTAL, 8):
+        store(op + at, 0)
+    for at in range(frames.OP_CANCEL, frames.OP_NOTIFY_DATA, 8):
+        store(op + at, 0)
+    for at in range(frames.OP_IN_STATE, frames.OP_BLOCK, 8):
+        store(op + at, 0)
+    store(op + frames.OP_FD, PyLong_AsLong(load(args + 8)))
+    store(op + frames.OP_NUMBER, PyLong_AsLong(load(args + 16)))
+    store(op + frames.OP_FLAGS, PyLong_AsLong(load(args + 24)))
+    store(op + frames.OP_WORK, PyLong_AsLong(load(args + 32)))
+    store(op + frames.OP_FRAME_SENT, -1)
+    store(op + frames.OP_NOTIFY_BYTES, nbytes)
+    store(op + frames.OP_NOTIFY_DATA, PyBytes_AsString(load(args + 40)) if nbytes >= 0 else 0)
+    return PyLong_FromLong(0)
+
+
+EXPORTS: dict[str, Any] = {"run_op": run_op, "begin_op": begin_op}

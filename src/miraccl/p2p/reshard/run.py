@@ -99,7 +99,7 @@ def _write_parts(
         peer = agent.peer_of(remote)
         moved = _extents(plan, rank, target, memory.address, remote)
         done = _DONE.pack(_MAGIC, version, rank, target)
-        prepared = peer.prepare_extents("write", moved, remote, memory.owner)
+        prepared = peer.prepare_extents("write", moved, remote, memory.owner, memory.device)
         transfers.append(prepared.start(done, deadline))
     errors = [error for t in transfers if (error := t.exception()) is not None]
     if errors:

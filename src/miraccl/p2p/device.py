@@ -1,0 +1,378 @@
+"""Transfers of GPU memory: one kernel over a table of extents, into memory that CUDA IPC maps.
+
+Local GPU memory with CPU memory of the other side is staged: the kernel gathers it into pinned
+memory, or scatters it from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import struct
+import threading
+from collections.abc import Callable
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from miraccl import clock
+from miraccl.deadline import Deadline
+from miraccl.errors import InvalidUsage, MiracclError, SystemFailure
+from miraccl.executor.cuda import toolkit
+from miraccl.executor.cuda.driver import check
+from miraccl.executor.cuda.gpu import Gpu
+from miraccl.p2p import layout
+from miraccl.p2p.arrays import Memory
+from miraccl.p2p.descriptors import RemoteMemory
+from miraccl.p2p.extents import Extents
+from miraccl.p2p.local_path import LocalPath, stale
+from miraccl.p2p.native_calls import exchange_word, load_word, store_word
+from miraccl.p2p.transfer import Transfer, TransferPlan
+from miraccl.transport.region import Rights
+
+#: Threads of a block, and bytes of an extent after cutting: 16 KiB blocks of a KV cache are whole.
+THREADS, PIECE_BYTES = 512, 1 << 16
+#: Blocks per multiprocessor: two of 512 threads keep enough loads in flight.
+BLOCKS_PER_SM = 2
+_HANDLE = struct.Struct("<64sQQ")  # IPC handle, offset in the allocation, process
+#: Constants of the prediction: us of a launch and its completion; GB/s of a copy within an H100.
+LAUNCH_US, GB_S = 8.0, 1300.0
+
+
+def kernel_source() -> str:
+    """Return the source of the kernel ``scatter``."""
+    folder = resources.files("miraccl.executor.cuda").joinpath("source")
+    parts = [folder.joinpath(name).read_text() for name in ("machine.cuh", "scatter.cuh")]
+    return f"#define THREADS {THREADS}\n#define ARCH 0\n" + "".join(parts)
+
+
+def cut(table: Any) -> Any:
+    """Return extents of at most ``PIECE_BYTES``; ``table``: int64 rows (source, target, bytes)."""
+    counts = -(-table[:, 2] // PIECE_BYTES)
+    if (counts <= 1).all():
+        return np.ascontiguousarray(table)
+    rows = np.repeat(table, counts, axis=0)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    skip = (np.arange(len(rows)) - first) * PIECE_BYTES
+    rows[:, 0] += skip
+    rows[:, 1] += skip
+    rows[:, 2] = np.minimum(rows[:, 2] - skip, PIECE_BYTES)
+    return rows
+
+
+class Copier:
+    """The kernel on one GPU, and the memory of other processes that is mapped there."""
+
+    def __init__(self, ordinal: int) -> None:
+        self.gpu = Gpu(ordinal)
+        with self.gpu.device_guard():
+            cubin = toolkit.compile_cubin(kernel_source(), self.gpu.arch, "scatter")
+            self.function = self.gpu.load(cubin, "scatter")
+            self.stream = self.gpu.make_stream()
+        self._mapped: dict[bytes, int] = {}
+        self._lock = threading.Lock()
+
+    def export(self, address: int) -> bytes:
+        """Return the handle with which other processes map the memory at ``address``."""
+        with self.gpu.device_guard():
+            base, _ = check(self.gpu.cuda.cuMemGetAddressRange(address), "cuMemGetAddressRange")
+            handle = self.gpu.export(int(base))
+        return _HANDLE.pack(handle, address - int(base), os.getpid())
+
+    def map(self, handle: bytes) -> int:
+        """Return the address here of exported memory of another process."""
+        raw, offset, _ = _HANDLE.unpack(handle)
+        with self._lock, self.gpu.device_guard():
+            if raw not in self._mapped:
+                self._mapped[raw] = self.gpu.map_peer(raw)
+            return self._mapped[raw] + int(offset)
+
+    def upload(self, table: Any) -> int:
+        """Return the GPU address of a copy of the table; free it with ``free``."""
+        with self.gpu.device_guard():
+            address = self.gpu.allocate(max(table.nbytes, 24))
+            if table.nbytes:
+                host = table.__array_interface__["data"][0]
+                self.gpu.copy_from_host(address, host, table.nbytes, self.stream)
+        return address
+
+    def free(self, address: int) -> None:
+        with contextlib.suppress(SystemFailure), self.gpu.device_guard():
+            self.gpu.free(address)
+
+    def start(self, table: int, count: int, event: Any) -> None:
+        """Enqueue the copy of ``count`` extents, and record ``event`` behind it."""
+        blocks = max(1, min(count, BLOCKS_PER_SM * self.gpu.multiprocessors))
+        words = (ctypes.c_uint64 * 2)(table, count)
+        params = (ctypes.c_void_p * 1)(ctypes.addressof(words))
+        cuda = self.gpu.cuda
+        with self.gpu.device_guard():
+            grid = (blocks, 1, 1, THREADS, 1, 1, 0, cuda.CUstream(self.stream))
+            launched = cuda.cuLaunchKernel(self.function, *grid, ctypes.addressof(params), 0)
+            check(launched, "cuLaunchKernel")
+            self.gpu.record(event, self.stream)
+
+    def has_completed(self, event: Any) -> bool:
+        with self.gpu.device_guard():
+            return self.gpu.has_completed(event)
+
+    def run(self, table: Any) -> None:
+        """Copy extents and wait for the end."""
+        address = self.upload(table)
+        event = self.gpu.make_event()
+        try:
+            self.start(address, len(table), event)
+            while not self.has_completed(event):
+                clock.sleep(0)
+        finally:
+            self.gpu.destroy_event(event)
+            self.free(address)
+
+
+@functools.cache
+def copier(ordinal: int) -> Copier:
+    """Return the copier of a GPU of this process. Raises ``MissingDependency`` without CUDA."""
+    return Copier(ordinal)
+
+
+def export_memory(memory: Memory) -> bytes:
+    """Return the handle of registered memory; empty for CPU memory."""
+    return copier(memory.device).export(memory.address) if memory.device >= 0 else b""
+
+
+class DeviceJob:
+    """Transfer between GPU memory of two processes that can be started any number of times."""
+
+    def __init__(
+        self,
+        path: LocalPath,
+        remote: RemoteMemory,
+        extents: Extents,
+        writes: bool,
+        device: int,
+    ) -> None:
+        self.path, self.remote, self.extents, self.writes = path, remote, extents, writes
+        self.copier = copier(device)
+        there = extents.table[:, 1] + self.copier.map(remote.handle)
+        columns = [extents.table[:, 0], there] if writes else [there, extents.table[:, 0]]
+        table = cut(np.stack([*columns, extents.table[:, 2]], axis=1))
+        self.count = len(table)
+        self.table = self.copier.upload(table)
+        self._host = table  # read by the upload
+        self.event = self.copier.gpu.make_event()
+
+    def explain(self, kind: str) -> TransferPlan:
+        return TransferPlan(
+            method="kernel",
+            reason=f"memory of two GPUs of this host; {self.count} extents of one launch",
+            kind=kind,
+            peer=self.path.name,
+            nbytes=self.extents.total,
+            blocks=self.extents.blocks,
+            extents=self.extents.count,
+            calls=1,
+            predicted_us=LAUNCH_US + self.extents.total / (GB_S * 1e3),
+        )
+
+    def start(
+        self,
+        *,
+        kind: str,
+        number: int,
+        deadline: Deadline,
+        notify: bytes | None,
+        release: Callable[[Any], None],
+    ) -> DeviceTransfer:
+        return DeviceTransfer(
+            self, kind=kind, number=number, deadline=deadline, notify=notify, release=release
+        )
+
+
+class DeviceTransfer(Transfer):
+    """Copy by one kernel. It cannot be interrupted: ``cancel`` waits for its end."""
+
+    def __init__(
+        self,
+        job: DeviceJob,
+        *,
+        kind: str,
+        number: int,
+        deadline: Deadline,
+        notify: bytes | None,
+        release: Callable[[DeviceJob], None],
+    ) -> None:
+        super().__init__(
+            kind=kind, peer=job.path.name, number=number, extents=job.extents, deadline=deadline
+        )
+        self._job, self._notify, self._release = job, notify, release
+        self._turn = threading.Lock()
+        self._line = job.path.take_line()
+        remote, entry = job.remote, job.path.entry(job.remote)
+        exchange_word()(self._line, remote.slot + 1)
+        if load_word()(entry + layout.ENTRY_GENERATION) != remote.generation:
+            self._finish(stale(remote, f"{kind} {job.extents.total} bytes", job.path.name))
+            return
+        try:
+            job.copier.start(job.table, job.count, job.event)
+        except MiracclError as error:
+            self._finish(error)
+            return
+        job.path.background.add(self)
+
+    def advance(self, wait: bool) -> None:
+        with self._turn:
+            if self._done:
+                return
+            job = self._job
+            if not job.copier.has_completed(job.event):
+                # The kernel holds the target's memory: the line stays until it has ended.
+                clock.sleep(0 if wait else 20e-6)
+                return
+            error = job.path.lost if job.path.lost is not None else None
+            if error is None and not self._deadline.left:
+                error = self._timed_out()
+            if error is None and self._notify is not None:
+                try:
+                    job.path.notify(self._notify, self.number, self._deadline)
+                except MiracclError as problem:
+                    error = problem
+            self._finish(error)
+
+    def stop(self) -> None:
+        while not self._done:
+            self.advance(True)
+
+    def explain(self) -> TransferPlan:
+        return self._job.explain(self.kind)
+
+    def _finish(self, error: MiracclError | None) -> None:
+        store_word()(self._line, 0)
+        self._job.path.give_line(self._line)
+        self._error, self._done = error, True
+        self._release(self._job)
+
+
+class StagedJob:
+    """Transfer between local GPU memory and CPU memory of the other side, through pinned memory."""
+
+    def __init__(
+        self, path: Any, remote: RemoteMemory, extents: Extents, writes: bool, device: int
+    ) -> None:
+        self.extents, self.writes, self.copier = extents, writes, copier(device)
+        self._path, self._inner_remote = path, remote
+        with self.copier.gpu.device_guard():
+            nbytes = max(-(-extents.total // 4) * 4, 4)
+            self._pinned, self.host, self.device_address = self.copier.gpu.host_words(nbytes)
+        starts = np.cumsum(extents.table[:, 2]) - extents.table[:, 2]
+        here, sizes = extents.table[:, 0], extents.table[:, 2]
+        columns = [here, self.device_address + starts]
+        self.table = cut(np.stack([*(columns if writes else columns[::-1]), sizes], axis=1))
+        staged = np.stack([self.host + starts, extents.table[:, 1], sizes], axis=1)
+        moved = Extents(
+            table=np.ascontiguousarray(staged),
+            total=extents.total,
+            blocks=extents.blocks,
+            block_nbytes=extents.block_nbytes,
+        )
+        name = f"{'write' if writes else 'read'} {extents.total} bytes"
+        self._inner = path.job(remote, moved, writes, name)
+
+    def explain(self, kind: str) -> TransferPlan:
+        plan = self._path_plan(kind)
+        return TransferPlan(
+            method="staged",
+            reason=f"GPU memory here, through pinned memory, then {plan.method}",
+            kind=kind,
+            peer=plan.peer,
+            nbytes=plan.nbytes,
+            blocks=plan.blocks,
+            extents=plan.extents,
+            calls=plan.calls + 1,
+            predicted_us=plan.predicted_us + LAUNCH_US + self.extents.total / 25e3,
+        )
+
+    def _path_plan(self, kind: str) -> TransferPlan:
+        if hasattr(self._inner, "explain"):
+            plan: TransferPlan = self._inner.explain(kind)
+            return plan
+        made: TransferPlan = self._path.explain(kind, self.extents)
+        return made
+
+    def start(self, *, release: Callable[[Any], None], notify: bytes | None, **common: Any) -> Any:
+        if self.writes:
+            self.copier.run(self.table)
+            return self._path.start(
+                self._inner, notify=notify, release=lambda job: release(self), **common
+            )
+        inner = self._path.start(self._inner, notify=None, release=lambda job: None, **common)
+        return StagedRead(self, inner, notify, release, common["deadline"])
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.copier.gpu.free_host(self.host)
+
+
+class StagedRead(Transfer):
+    """Read into pinned memory, then one kernel into GPU memory, then the notification."""
+
+    def __init__(
+        self,
+        job: StagedJob,
+        inner: Transfer,
+        notify: bytes | None,
+        release: Callable[[Any], None],
+        deadline: Deadline,
+    ) -> None:
+        super().__init__(
+            kind=inner.kind,
+            peer=inner.peer,
+            number=inner.number,
+            extents=job.extents,
+            deadline=deadline,
+        )
+        self._job, self._inner, self._notify, self._release = job, inner, notify, release
+        self._turn = threading.Lock()
+
+    def advance(self, wait: bool) -> None:
+        if not self._inner._done:
+            self._inner.advance(wait)
+        with self._turn:
+            if self._done or not self._inner._done:
+                return
+            error = self._inner._error
+            if error is None:
+                self._job.copier.run(self._job.table)
+                if self._notify is not None:
+                    self._job._path.notify(self._notify, self.number, self._deadline)
+            self._error, self._done = error, True
+            self._release(self._job)
+
+    def stop(self) -> None:
+        self._inner.cancel()
+        self.advance(True)
+
+    def explain(self) -> TransferPlan:
+        return self._job.explain(self.kind)
+
+
+def make_job(
+    path: Any, remote: RemoteMemory, extents: Extents, writes: bool, device: int, op_name: str
+) -> Any:
+    """Return the job of a transfer with GPU memory on one side or both.
+
+    Raises:
+        InvalidUsage: The two memories cannot be connected.
+    """
+    if remote.device < 0:
+        return StagedJob(path, remote, extents, writes, device)
+    if device < 0 or not isinstance(path, LocalPath):
+        raise InvalidUsage(
+            f"cannot {op_name}: the memory of agent {remote.name!r} is on a GPU, and "
+            + ("local is not" if device < 0 else "the agent is not on this host"),
+            hint="copy through CPU memory of that agent",
+        )
+    path.check(remote, Rights.WRITE if writes else Rights.READ, op_name)
+    return DeviceJob(path, remote, extents, writes, device)
