@@ -9,7 +9,7 @@ TESTS ?=
 ENGINES ?= .venv-engines
 ENGINE_TESTS ?= tests/ray tests/mpi tests/launchers tests/interop tests/examples tests/torch/test_backend.py
 
-.PHONY: demo test test-engines lint types language structure docs diagrams site bench clean help
+.PHONY: demo test test-engines test-guest lint types language structure docs diagrams site bench clean help
 
 demo: $(VENV)/.ready
 	@$(RUN) -m miraccl perf all_reduce --ranks 4 --sizes 256K,4M,16M
@@ -22,6 +22,15 @@ test-engines: $(ENGINES)/.ready-engines
 	@here=`cd "$(ENGINES)" && pwd` && PYTHONPATH=src PATH="$$here/bin:$$PATH" \
 		MIRACCL_TEST_MPIRUN="$${MIRACCL_TEST_MPIRUN:-`ls "$$here/bin/mpirun" "$$here/mpich/bin/mpirun" 2>/dev/null | paste -sd: -`}" \
 		TEST_SLOW=1 "$$here/bin/python" -m pytest -q $(ENGINE_TESTS)
+
+# On real Soft-RoCE, in a guest that the first run builds from Debian's kernel source (as root, by apt-get).
+# GUEST=qemu takes Debian's kernel as it is, which is slower where the processor cannot run guests.
+GUEST ?= uml
+test-guest: $(VENV)/.ready-test
+	@echo "tests on Soft-RoCE: the first run prepares a guest (uml: 10 to 20 minutes of two cores, qemu: 1), others take about 2 minutes"
+	@start=`date +%s`; tests/guest/vm/run-in-vm --engine $(GUEST) -t 1800 -l 'rdma 2 2' -e PYTHONPATH=src \
+		-e PYTHONDONTWRITEBYTECODE=1 -- $(PY) -m pytest -q -p no:cacheprovider tests/guest $(TESTS); \
+		code=$$?; echo "took $$((`date +%s` - start)) s"; exit $$code
 
 lint: $(VENV)/.ready-dev
 	@$(PY) -m ruff check .
@@ -54,6 +63,7 @@ help:
 	@echo "make demo   all_reduce on 4 ranks, every element checked"
 	@echo "make test   the tests"
 	@echo "make test-engines  the tests with Ray, Open MPI, MPICH, mpi4py and JAX, which it installs in $(ENGINES)"
+	@echo "make test-guest  the tests on Soft-RoCE, in a virtual machine that it prepares (Debian)"
 	@echo "make lint   ruff;  make types   mypy"
 	@echo "make language, make structure   figures of the code and their aims; LIST=yes lists the places"
 	@echo "make diagrams  redraw the diagrams of docs/design from the code"

@@ -168,6 +168,9 @@ FILES: dict[str, Callable[[], str]] = {
     "images/proxy_send.svg": proxy_diagram("SEND_TABLE"),
     "images/proxy_recv.svg": proxy_diagram("RECV_TABLE"),
     "images/proxy_link.svg": proxy_diagram("LINK_TABLE"),
+    "images/verbs_pairs.svg": machine_diagram(
+        "miraccl.wire.verbs.failover", "PAIR_TABLE", "States of a queue pair"
+    ),
     "images/bootstrap_job.svg": machine_diagram(
         "miraccl.wire.bootstrap", "JOB_TRANSITIONS", "States of a job at its hub"
     ),

@@ -801,3 +801,166 @@ GRAPH_DUMP_FILE = declare(
     kind="path",
     nccl="GRAPH_DUMP_FILE",
 )
+
+# InfiniBand and RoCE
+
+_POLICIES = ("rotate", "split", "pieces")  # NCCL's numbers 0 and 1, and one of ours
+
+
+def _parse_policy(text: str) -> str:
+    name = dict(zip("01", _POLICIES, strict=False)).get(text, text.lower())
+    if name not in _POLICIES:
+        raise ValueError(f"allowed are {', '.join(_POLICIES)}, 0 (rotate) and 1 (split)")
+    return name
+
+
+def _parse_within(low: int, high: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers from ``low`` to ``high``."""
+
+    def parse(text: str) -> int:
+        value = parse_integer(text)
+        if not low <= value <= high:
+            raise ValueError(f"allowed are {low} to {high}")
+        return value
+
+    return parse
+
+
+def _parse_family(text: str) -> int:
+    """Parse ``AF_INET`` and ``AF_INET6`` as NCCL does, or 4 and 6; 0 is any."""
+    families = {"AF_INET": 4, "4": 4, "AF_INET6": 6, "6": 6, "0": 0}
+    if text.upper() not in families:
+        raise ValueError("allowed are AF_INET and AF_INET6")
+    return families[text.upper()]
+
+
+IB_DISABLE = declare(
+    "IB_DISABLE",
+    0,
+    _parse_flag,
+    "1 ignores InfiniBand and RoCE devices.",
+    kind="flag",
+    nccl="IB_DISABLE",
+)
+IB_HCA = declare(
+    "IB_HCA",
+    "",
+    str,
+    "Devices to use: a list of prefixes, with :port where needed; ^ excludes them, = selects "
+    "exact names.",
+    kind="text",
+    nccl="IB_HCA",
+)
+IB_MERGE_NICS = declare(
+    "IB_MERGE_NICS",
+    1,
+    _parse_flag,
+    "Ports used as one: 0 the first, 1 up to 8 of the same kind.",
+    kind="flag",
+    nccl="IB_MERGE_NICS",
+)
+IB_QPS_PER_CONNECTION = declare(
+    "IB_QPS_PER_CONNECTION",
+    2,
+    _parse_within(1, 32),
+    "Queue pairs between two ranks, per port; the same on all ranks.",
+    kind="count",
+    nccl="IB_QPS_PER_CONNECTION",
+)
+IB_POLICY = declare(
+    "IB_POLICY",
+    "split",
+    _parse_policy,
+    "Messages of more than 64 KiB: split over all queue pairs, rotate, or pieces for the shortest "
+    "queue.",
+    kind="choice",
+    nccl="IB_SPLIT_DATA_ON_QPS",
+)
+IB_GID_INDEX = declare(
+    "IB_GID_INDEX",
+    -1,
+    parse_integer,
+    "Entry of the table of GIDs to use; -1 chooses for each pair of ports.",
+    kind="count",
+    nccl="IB_GID_INDEX",
+)
+IB_ROCE_VERSION_NUM = declare(
+    "IB_ROCE_VERSION_NUM",
+    0,
+    _parse_within(0, 2),
+    "RoCE version of the GIDs to use; 0 prefers 2.",
+    kind="choice",
+    nccl="IB_ROCE_VERSION_NUM",
+)
+IB_ADDR_FAMILY = declare(
+    "IB_ADDR_FAMILY",
+    0,
+    _parse_family,
+    "Address family of the GIDs to use; 0 prefers IPv4.",
+    kind="choice",
+    nccl="IB_ADDR_FAMILY",
+)
+IB_ADDR_RANGE = declare(
+    "IB_ADDR_RANGE",
+    "",
+    str,
+    "Network that the GIDs must be in, such as 10.0.0.0/8.",
+    kind="text",
+    nccl="IB_ADDR_RANGE",
+)
+IB_TIMEOUT = declare(
+    "IB_TIMEOUT",
+    14,
+    _parse_within(1, 31),
+    "Time without an acknowledgement before a request is repeated: 4.096 us * 2**timeout.",
+    kind="count",
+    nccl="IB_TIMEOUT",
+)
+IB_RETRY_CNT = declare(
+    "IB_RETRY_CNT",
+    7,
+    _parse_within(0, 7),
+    "Repetitions of a request before its queue pair has failed.",
+    kind="count",
+    nccl="IB_RETRY_CNT",
+)
+IB_TC = declare(
+    "IB_TC",
+    0,
+    _parse_within(0, 255),
+    "Traffic class of RoCE packets.",
+    kind="count",
+    nccl="IB_TC",
+)
+IB_SL = declare(
+    "IB_SL",
+    0,
+    _parse_within(0, 15),
+    "Service level of InfiniBand packets.",
+    kind="count",
+    nccl="IB_SL",
+)
+IB_PKEY = declare(
+    "IB_PKEY",
+    0,
+    _parse_within(0, 65535),
+    "Entry of the table of partition keys.",
+    kind="count",
+    nccl="IB_PKEY",
+)
+IB_INLINE = declare(
+    "IB_INLINE",
+    1,
+    _parse_flag,
+    "1 writes rows of control data into work requests where the device can.",
+    kind="flag",
+    nccl="IB_USE_INLINE",
+)
+IB_PCI_RELAXED_ORDERING = declare(
+    "IB_PCI_RELAXED_ORDERING",
+    2,
+    _parse_within(0, 2),
+    "Relaxed ordering of PCI writes into payload memory: 0 off, 1 on, 2 where the device has it.",
+    kind="choice",
+    nccl="IB_PCI_RELAXED_ORDERING",
+)

@@ -16,6 +16,7 @@ from miraccl.transport.fifo import FifoMemory, PrivateMemory, memory_at
 from miraccl.wire import proxy_records as rec
 from miraccl.wire.proxy import ProxyLink
 from miraccl.wire.stream import Frame, FrameType, encode_frame
+from miraccl.wire.verbs.policy import PIECES, ROTATE, SHARES, SPLIT
 from tests.wire.link_world import World
 
 SLOT_BYTES = 1 << 17
@@ -133,20 +134,22 @@ def compare(config: rec.LinkConfig, events: Sequence[rec.Event]) -> None:
         assert compiled.handle(event) == wanted, f"event {number}: {event}"
 
 
-def config_of(nstreams: int, *, spread: bool = False) -> rec.LinkConfig:
+def config_of(nstreams: int, *, spread: bool = False, policy: int = SHARES) -> rec.LinkConfig:
     return rec.LinkConfig(
         nstreams=nstreams,
         send_slot_bytes=SLOT_BYTES,
         recv_slot_bytes=SLOT_BYTES,
         segment_bytes=1 << 17,
         spread=spread,
+        policy=policy,
     )
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_traffic_gives_the_same_instructions(seed: int) -> None:
     draw = random.Random(seed)
-    config = config_of(draw.choice((1, 2, 5)), spread=seed % 2 == 1)
+    policy = (SHARES, SPLIT, ROTATE, PIECES)[seed % 4]
+    config = config_of(draw.choice((1, 2, 5)), spread=seed % 3 == 1, policy=policy)
     sizes = [
         [
             draw.choice((0, 1, 32, 33, 5000, 65536, 65537, 131072, 400_000))

@@ -19,12 +19,14 @@ from click.testing import CliRunner, Result
 import miraccl
 from miraccl.errors import MiracclError
 from miraccl.schedule import catalog
-from miraccl.tools import cli, doctor, doctor_gpu, env
+from miraccl.tools import cli, doctor, doctor_gpu, doctor_verbs, env
 from miraccl.tools.findings import DoctorFinding
+from miraccl.tools.gpu_facts import CudaFacts, GpuInfo
 from miraccl.tools.schedule_draw import draw_svg
 from miraccl.tools.schedule_timeline import compute_timeline
 from miraccl.types import Collective
 from tests.topo.golden import TOPOLOGIES
+from tests.topo.test_hca import add_device
 
 
 def invoke(*args: str, env: dict[str, str] | None = None) -> Result:
@@ -562,7 +564,7 @@ def test_doctor_reports_requirements() -> None:
     findings = {f["name"]: f for f in json.loads(invoke("doctor", "--json", "-").output)}
     assert findings["numpy"]["status"] == "ok"
     assert set(findings) <= set(doctor.CHECKS)
-    assert set(doctor.CHECKS) - set(findings) <= {*doctor_gpu.CHECKS, "rdma"}
+    assert set(doctor.CHECKS) - set(findings) <= {*doctor_gpu.CHECKS, *doctor_verbs.CHECKS}
     assert all(f["advice"] for f in findings.values() if f["status"] == "missing")
 
 
@@ -594,12 +596,34 @@ def test_doctor_checks_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "MIRACCL_CACHE_DIR" in found().advice
 
 
-def test_doctor_reports_unused_rdma_devices(tmp_path: Path) -> None:
-    (tmp_path / "mlx5_0").mkdir()
-    found = doctor._check_rdma(tmp_path)
+def test_doctor_reports_rdma_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor_verbs.check_rdma(tmp_path) is None
+    add_device(tmp_path, "mlx5_0")
+    add_device(tmp_path, "mlx5_1", state="1: DOWN")
+    found = doctor_verbs.check_rdma(tmp_path)
     assert found is not None
-    assert (found.status, found.found) == ("note", "mlx5_0: not used")
-    assert doctor._check_rdma(tmp_path / "none") is None
+    assert found.found.startswith("verbs uses mlx5_0:1; ")
+    assert "port mlx5_1:1 is DOWN" in found.found
+    assert "check the cable" in found.advice
+
+
+def test_doctor_explains_the_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_device(tmp_path, "mlx5_0")
+    gpu = GpuInfo(
+        ordinal=0,
+        name="H100",
+        bus_id="0000:01:00.0",
+        sm=90,
+        multiprocessors=132,
+        memory_bytes=1 << 36,
+        posix_handles=True,
+        mode=0,
+    )
+    monkeypatch.setattr(doctor_gpu, "facts", lambda: CudaFacts(gpus=(gpu,)))
+    found = doctor_verbs.check_flush(tmp_path)
+    assert found is not None
+    assert found.found.startswith("none: GPUs from compute capability 9.0")
+    assert doctor_verbs.check_flush(tmp_path / "none") is None
 
 
 def test_doctor_survives_a_failing_check(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -460,6 +460,7 @@ def write_link(address: int, config: LinkConfig) -> None:
         (layout.LINK_QUEUE_FRAMES, config.queue_frames),
         (layout.LINK_PEER_TOTAL, -1),
         (layout.LINK_SPREAD, int(config.spread)),
+        (layout.LINK_POLICY, config.policy),
     ):
         memory_at(address + offset, 8)[:] = value.to_bytes(8, "little", signed=True)
     for i in range(config.nstreams):

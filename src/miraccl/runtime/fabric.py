@@ -76,7 +76,9 @@ class ProcessFabric:
             net_status.server.add(self._path_source)
 
     def _connect(self, config: AgreedConfig) -> None:
-        records = self._ranks = exchange_records(self._setup, config, **read_host_settings())
+        records = self._ranks = exchange_records(
+            self._setup, config, **read_host_settings(self.nranks)
+        )
         self.constants_text, self.endpoints = records.constants_text, records.endpoints
         self.hosts, self.local = records.hosts, records.local
         self.ranks_per_core = records.ranks_per_core

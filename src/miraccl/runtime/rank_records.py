@@ -13,6 +13,7 @@ from miraccl.graph.rank_order import RankLocation, order_ranks
 from miraccl.runtime.fabric_contract import AgreedConfig, check_agreement
 from miraccl.runtime.host_facts import allowed_cores, last_level_cache_bytes, numa_domain
 from miraccl.runtime.setup_phases import SetupPhases
+from miraccl.transport import registry
 from miraccl.transport.base import Endpoint, machine_id
 
 
@@ -77,18 +78,24 @@ class RankRecords:
 
 
 def exchange_records(
-    setup: SetupPhases, config: AgreedConfig, *, host: str = "", share_memory: bool = True
+    setup: SetupPhases,
+    config: AgreedConfig,
+    *,
+    host: str = "",
+    share_memory: bool = True,
+    hcas: tuple[str, ...] = (),
 ) -> RankRecords:
     """Exchange records with all ranks, and check that they have the same settings.
 
     Args:
         host: Name of this rank's host; default: that of its session.
         share_memory: False keeps the rank apart from the others of its host.
+        hcas: Kinds of the InfiniBand and RoCE ports that this rank may use.
 
     Raises:
         PlanMismatch: The ranks have different settings.
     """
-    me = _describe_self(setup.session, host, share_memory)
+    me = replace(_describe_self(setup.session, host, share_memory), hcas=hcas)
     hello = {
         "beliefs": config.to_dict(),
         "hostid": me.hostid,
@@ -97,6 +104,7 @@ def exchange_records(
         "addresses": me.addresses,
         "cores": allowed_cores(),
         "machine": me.machine,
+        "hcas": me.hcas,
         "numa": numa_domain(),
     }
     records = setup.exchange("fabric hello", hello)
@@ -127,6 +135,7 @@ def _parse(rank: int, records: Sequence[dict[str, Any]]) -> RankRecords:
             pid=rec["pid"],
             addresses=tuple(rec["addresses"]),
             machine=rec["machine"],
+            hcas=tuple(rec["hcas"]),
         )
         for r, rec in enumerate(records)
     }
@@ -150,6 +159,20 @@ def _parse(rank: int, records: Sequence[dict[str, Any]]) -> RankRecords:
     )
 
 
-def read_host_settings() -> dict[str, Any]:
-    """Return ``host`` and ``share_memory`` of ``exchange_records`` from the settings."""
-    return {"host": params.HOSTID.read() or "", "share_memory": not params.SHM_DISABLE.read()}
+def read_host_settings(nranks: int) -> dict[str, Any]:
+    """Return ``host``, ``share_memory`` and ``hcas`` of ``exchange_records`` from the settings."""
+    return {
+        "host": params.HOSTID.read() or "",
+        "share_memory": not params.SHM_DISABLE.read(),
+        "hcas": _verbs_kinds() if nranks > 1 else (),
+    }
+
+
+def _verbs_kinds() -> tuple[str, ...]:
+    """Return the kinds of ports that verbs may use; loads nothing on hosts without devices."""
+    net = params.NET.read()
+    if net != registry.VERBS.name and not os.path.isdir("/sys/class/infiniband"):
+        return ()
+    from miraccl.transport.verbs_ports import usable_kinds
+
+    return usable_kinds(net)

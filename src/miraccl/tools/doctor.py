@@ -18,7 +18,7 @@ import click
 
 import miraccl
 from miraccl import params
-from miraccl.tools import doctor_gpu, doctor_net
+from miraccl.tools import doctor_gpu, doctor_net, doctor_verbs
 from miraccl.tools.findings import Check, DoctorFinding, Status, read_text
 from miraccl.tools.options import OutputFile, write_json
 
@@ -302,16 +302,6 @@ def _check_interfaces() -> DoctorFinding:
     return DoctorFinding(name="interfaces", status="ok", found=", ".join(states))
 
 
-def _check_rdma(folder: Path = Path("/sys/class/infiniband")) -> DoctorFinding | None:
-    devices = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
-    if not devices:
-        return None
-    advice = "miraccl topo and plan include them; data between hosts uses TCP sockets"
-    return DoctorFinding(
-        name="rdma", status="note", found=f"{', '.join(devices)}: not used", advice=advice
-    )
-
-
 def _check_tools() -> DoctorFinding:
     found = [name for name in ("torchrun", "mpirun", "srun") if shutil.which(name)]
     return DoctorFinding(name="launchers", status="ok", found=", ".join(["miraccl run", *found]))
@@ -334,7 +324,7 @@ CHECKS: dict[str, Check] = {
     "cma": _check_cma,
     "cache": _check_cache,
     "interfaces": _check_interfaces,
-    "rdma": _check_rdma,
+    **doctor_verbs.CHECKS,
     **doctor_gpu.CHECKS,
     "launchers": _check_tools,
 }

@@ -65,6 +65,7 @@ class Endpoint:
         addresses: Numeric IP addresses of the host that peers may use, best first.
         machine: Boot ID of the kernel (``machine_id``), equal on all ranks of a machine; "" where
             unknown.
+        hcas: Kinds (``ib``, ``roce``) of the InfiniBand and RoCE ports that this rank may use.
     """
 
     rank: int
@@ -72,6 +73,7 @@ class Endpoint:
     pid: int
     addresses: tuple[str, ...] = ()
     machine: str = ""
+    hcas: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rank < 0:

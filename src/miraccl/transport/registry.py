@@ -169,6 +169,18 @@ def _score_plugin(a: Endpoint, b: Endpoint) -> Score:
     return (0, "one rank") if a.rank == b.rank else (10, "the network plugin that is named")
 
 
+def _score_verbs(a: Endpoint, b: Endpoint) -> Score:
+    if a.rank == b.rank:
+        return 0, "one rank"
+    for each in sorted((a, b), key=lambda endpoint: endpoint.rank):
+        if not each.hcas:
+            return 0, f"rank {each.rank} has no InfiniBand or RoCE port that is active"
+    common = set(a.hcas) & set(b.hcas)
+    if not common:
+        return 0, f"{'/'.join(sorted(set(a.hcas)))} and {'/'.join(sorted(set(b.hcas)))} ports"
+    return 30, "RoCE" if "roce" in common else "InfiniBand"
+
+
 SHM = register(
     TransportSpec(
         name="shm",
@@ -219,5 +231,13 @@ MEMORY = register(
         score=_score_memory,
         module="miraccl.transport.memory",
         automatic=False,
+    )
+)
+VERBS = register(
+    TransportSpec(
+        name="verbs",
+        capabilities=Capability.ORDERED | Capability.IN_PLACE | Capability.NEEDS_PROGRESS,
+        score=_score_verbs,
+        module="miraccl.proxy.verbs",
     )
 )

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 from miraccl.errors import CommunicatorAborted, MiracclError, PeerDied, ProtocolError
 from miraccl.wire.stream import MAX_STREAMS, MIN_SEGMENT_BYTES, Frame
+from miraccl.wire.verbs.policy import SHARES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class LinkConfig:
             256 KiB keep a stream busy while its next frame is decided.
         spread: Small messages and control frames go to the least loaded stream, not to the first
             one: on datagrams each stream has one frame in flight.
+        policy: Distribution of larger messages: ``SHARES`` gives a share per stream to whichever
+            has the least queued; others are those of ``wire.verbs.policy``.
     """
 
     nstreams: int
@@ -36,6 +39,7 @@ class LinkConfig:
     queue_bytes: int = 1 << 18
     queue_frames: int = 32
     spread: bool = False
+    policy: int = SHARES
 
     def __post_init__(self) -> None:
         if not 1 <= self.nstreams <= MAX_STREAMS:

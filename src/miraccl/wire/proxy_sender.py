@@ -23,6 +23,7 @@ from miraccl.wire.proxy_records import (
 )
 from miraccl.wire.proxy_states import SendState
 from miraccl.wire.stream import MAX_MESSAGE_BYTES, MIN_SEGMENT_BYTES, Frame, FrameType
+from miraccl.wire.verbs.policy import SHARES, piece_bytes, stream_of_piece
 
 # in place of a message number in the queue of a stream
 _CONTROL, _CLOSE = -1, -2
@@ -220,9 +221,11 @@ class SendHalf:
         small = record.nbytes <= MIN_SEGMENT_BYTES
         first = (small and not self.config.spread) or self.config.nstreams == 1
         stream = 0 if first else self._least_loaded()
+        length = left if small else min(left, self._segment_bytes(record.nbytes))
+        if not small and self.config.policy != SHARES:
+            stream, length = self._piece(message, record, left)
         if not self._has_capacity(stream):
             return False
-        length = left if small else min(left, self._segment_bytes(record.nbytes))
         frame = Frame(
             FrameType.DATA,
             stream,
@@ -240,6 +243,15 @@ class SendHalf:
             self._to_send.popleft()
         self._send(frame, message)
         return True
+
+    def _piece(self, message: int, record: OutgoingMessage, left: int) -> tuple[int, int]:
+        """Return stream and size of the next piece of a message, by the policy."""
+        policy, nstreams = self.config.policy, self.config.nstreams
+        piece = piece_bytes(
+            policy, record.nbytes, nstreams, MIN_SEGMENT_BYTES, self.config.segment_bytes
+        )
+        stream = stream_of_piece(policy, message, record.queued, piece, nstreams)
+        return (stream if stream >= 0 else self._least_loaded()), min(left, piece)
 
     def _segment_bytes(self, nbytes: int) -> int:
         """Return an equal share per stream, between the smallest and largest segment, in whole

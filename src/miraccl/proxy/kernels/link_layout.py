@@ -65,6 +65,7 @@ LINK_TEXT_BYTES = 360
 LINK_TEXT = 368  # MAX_TEXT_BYTES of a peer's ABORT
 LINK_SPREAD = 608  # small frames go to the least loaded stream
 LINK_FLOW = 616  # address of the datagram flow that carries the frames
+LINK_POLICY = 624  # wire.verbs.policy
 LINK_CONTROL = 640  # ring of control frames to send
 CONTROL_BYTES, NCONTROL = 32, 64
 CONTROL_KIND, CONTROL_MESSAGE, CONTROL_SIGNATURE, CONTROL_NBYTES = 0, 8, 16, 24

@@ -6,6 +6,7 @@ from miraccl.native.intrinsics import inline, load, memcpy, store, store_release
 from miraccl.proxy.kernels import link_layout as layout
 from miraccl.wire.proxy_sender import FRAME_COST
 from miraccl.wire.stream import MAGIC, MAX_MESSAGE_BYTES, MIN_SEGMENT_BYTES, FrameType
+from miraccl.wire.verbs.policy import SHARES, piece_bytes, stream_of_piece
 
 DATA, ANNOUNCE, CTS = int(FrameType.DATA), int(FrameType.ANNOUNCE), int(FrameType.CTS)
 CREDIT, CLOSE, ABORT = int(FrameType.CREDIT), int(FrameType.CLOSE), int(FrameType.ABORT)
@@ -382,12 +383,20 @@ def send_segment(link: int, ack: int) -> bool:
     spread = load(link + layout.LINK_SPREAD) != 0
     if (spread or not small) and load(link + layout.LINK_NSTREAMS) > 1:
         index = least_loaded(link)
+    length = left if small else min(left, segment_bytes(link, nbytes))
+    policy = load(link + layout.LINK_POLICY)
+    if not small and policy != SHARES:
+        nstreams = load(link + layout.LINK_NSTREAMS)
+        largest = load(link + layout.LINK_SEGMENT_BYTES)
+        piece = piece_bytes(policy, nbytes, nstreams, MIN_SEGMENT_BYTES, largest)
+        chosen = stream_of_piece(policy, message, queued, piece, nstreams)
+        index = chosen if chosen >= 0 else least_loaded(link)
+        length = min(left, piece)
     stream = stream_of(link, index)
     if load(stream + layout.STREAM_QUEUED_BYTES) >= load(link + layout.LINK_QUEUE_BYTES) or load(
         stream + layout.STREAM_COUNT
     ) >= load(link + layout.LINK_QUEUE_FRAMES):
         return False
-    length = left if small else min(left, segment_bytes(link, nbytes))
     store(record + layout.OUT_QUEUED, queued + length)
     store(record + layout.OUT_UNWRITTEN, load(record + layout.OUT_UNWRITTEN) + 1)
     if queued + length == nbytes:

@@ -64,9 +64,16 @@ def _interfaces() -> DeviceReport:
     return report()
 
 
+def _hcas() -> DeviceReport:
+    from miraccl.tools.net.hcas import report
+
+    return report()
+
+
 #: Kinds of devices by name. Each provider imports what it needs when it is called.
 PROVIDERS: dict[str, Provider] = {
     "interfaces": _interfaces,
+    "verbs": _hcas,
 }
 
 

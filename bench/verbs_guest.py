@@ -1,0 +1,279 @@
+"""Verbs against perftest on the same Soft-RoCE devices, in the same boot of a guest.
+
+    tests/guest/vm/run-in-vm --engine uml -r 2 -t 1800 -w bench/results -- \\
+        .venv/bin/python bench/verbs_guest.py --out verbs_guest/uml
+
+Only ratios mean something here. Both sides are timed alike, as the difference between a long and a
+short run, because perftest prints zeros where /proc/cpuinfo has no clock rate (User-mode Linux).
+perftest writes without notifying its receiver; our receiver gets every message, checks its
+signature and gives the memory back. Variants take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import common
+from numba import njit
+
+from miraccl.native.intrinsics import (
+    exchange,
+    libc_write,
+    load,
+    load_acquire,
+    sched_yield,
+    store,
+    store_release,
+)
+from miraccl.native.verbs_abi import load_library
+from miraccl.proxy.verbs.engine import VerbsEngine
+from miraccl.topo.hca import read_hcas
+from miraccl.transport.base import Endpoint, Fifo, TransportContext
+from miraccl.transport.fifo import PrivateMemory, memory_at
+from miraccl.transport.verbs import VerbsOptions, VerbsTransport
+
+TIMEOUT_S = 120.0
+SERVER = "10.77.0.1"
+GID_INDEX = "1"
+
+
+# --- the executor's part, compiled
+
+
+@njit
+def ring(doorbell, asleep, one):
+    if exchange(asleep, 0) != 0:
+        libc_write(doorbell, one, 8)
+
+
+@njit
+def send_messages(descs, tail, doorbell, asleep, one, first, count, address, nbytes):
+    """Post ``count`` messages at one address, at most eight at a time, and wait for their end."""
+    for m in range(first, first + count):
+        while m - load_acquire(tail) >= 8:
+            sched_yield()
+        line = descs + (m & 7) * 64
+        store(line + 8, m)
+        store(line + 16, nbytes)
+        store(line + 24, 3 if nbytes > 32 else 1)  # ADDRESS or INLINE
+        store(line + 32, address)
+        store_release(line, m + 1)
+        ring(doorbell, asleep, one)
+    while load_acquire(tail) < first + count:
+        sched_yield()
+    return 0
+
+
+@njit
+def receive_messages(descs, cts, tail, doorbell, asleep, one, first, count, address, nbytes):
+    """Receive ``count`` messages, each posted eight ahead; return how many signatures differ."""
+    wrong, ahead = 0, first
+    for m in range(first, first + count):
+        while ahead < m + 8 and nbytes > 32:
+            line = cts + (ahead & 7) * 64
+            store(line + 8, address)
+            store(line + 16, nbytes)
+            store_release(line, ahead + 1)
+            ahead += 1
+        ring(doorbell, asleep, one)
+        line = descs + (m & 7) * 64
+        while load_acquire(line) != m + 1:
+            sched_yield()
+        if load(line + 8) != m:
+            wrong += 1
+        store_release(tail, m + 1)
+    ring(doorbell, asleep, one)
+    return wrong
+
+
+class Peer:
+    """One of two processes: rank 0 sends, rank 1 receives and answers."""
+
+    def __init__(self, rank: int, control: socket.socket, qps: int, nbytes: int) -> None:
+        self.rank, self.control, self.nbytes = rank, control, nbytes
+        self.memory = PrivateMemory(max(nbytes, 4096))
+        self.one = PrivateMemory(4096)
+        memory_at(self.one.address, 8)[:] = (1).to_bytes(8, "little")
+        library = load_library()
+        ports = [(h, h.ports[0]) for h in read_hcas() if h.name == f"rxe{1 - rank}"]
+        endpoints = [
+            Endpoint(rank=r, hostid=str(r), pid=os.getpid(), hcas=("roce",)) for r in (0, 1)
+        ]
+        context = TransportContext(
+            endpoint=endpoints[rank],
+            peers={1 - rank: endpoints[1 - rank]},
+            max_slot_bytes=8192,
+            deadline=TIMEOUT_S,
+        )
+        self.transport = VerbsTransport(
+            context,
+            library=library,
+            ports=ports,
+            engine=self._open_engine,
+            options=VerbsOptions(qps_per_connection=qps, copy_bytes=0),
+        )
+        info = self.swap(self.transport.setup())
+        self.pair = self.transport.connect({1 - rank: info})[1 - rank]
+        self.engine.add_region(self.memory.address, max(nbytes, 4096))
+        self.counts = [0, 0]
+
+    def _open_engine(self) -> VerbsEngine:
+        self.engine = VerbsEngine(
+            rank=self.rank,
+            library=load_library(),
+            wake=lambda _: None,
+            on_lost=lambda peer, loss: print(f"rank {peer}: {loss}", file=sys.stderr),
+        )
+        return self.engine
+
+    def swap(self, blob: bytes) -> bytes:
+        """Exchange small blobs with the other process; also a barrier."""
+        self.control.sendall(len(blob).to_bytes(4, "little") + blob)
+        size = int.from_bytes(self.control.recv(4, socket.MSG_WAITALL), "little")
+        return self.control.recv(size, socket.MSG_WAITALL) if size else b""
+
+    def send(self, count: int) -> None:
+        fifo: Fifo = self.pair.send
+        send_messages(
+            fifo.descriptors,
+            fifo.tail,
+            fifo.doorbell,
+            fifo.asleep,
+            self.one.address,
+            self.counts[0],
+            count,
+            self.memory.address,
+            self.nbytes,
+        )
+        self.counts[0] += count
+
+    def receive(self, count: int) -> None:
+        fifo: Fifo = self.pair.recv
+        wrong = receive_messages(
+            fifo.descriptors,
+            fifo.cts,
+            fifo.tail,
+            fifo.doorbell,
+            fifo.asleep,
+            self.one.address,
+            self.counts[1],
+            count,
+            self.memory.address,
+            self.nbytes,
+        )
+        self.counts[1] += count
+        if wrong:
+            raise AssertionError(f"{wrong} messages with a wrong signature")
+
+    def stream(self, count: int) -> float:
+        """Return the seconds of ``count`` messages one way."""
+        self.swap(b"")
+        start = time.perf_counter()
+        (self.receive if self.rank else self.send)(count)
+        self.swap(b"")
+        return time.perf_counter() - start
+
+    def ping_pong(self, count: int) -> float:
+        """Return the seconds of ``count`` round trips."""
+        self.swap(b"")
+        start = time.perf_counter()
+        for _ in range(count):
+            if self.rank:
+                self.receive(1)
+                self.send(1)
+            else:
+                self.send(1)
+                self.receive(1)
+        return time.perf_counter() - start
+
+
+def ours(kind: str, qps: int, nbytes: int, counts: tuple[int, int]) -> float:
+    """Return seconds per message one way, from the difference of two runs."""
+    ends = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _serve(Peer(1, ends[1], qps, nbytes), kind, counts)
+        finally:
+            os._exit(0)
+    peer = Peer(0, ends[0], qps, nbytes)
+    times = _serve(peer, kind, counts)
+    os.waitpid(pid, 0)
+    return (times[1] - times[0]) / (counts[1] - counts[0]) / (2 if kind == "lat" else 1)
+
+
+def _serve(peer: Peer, kind: str, counts: tuple[int, int]) -> list[float]:
+    action: Callable[[int], float] = peer.ping_pong if kind == "lat" else peer.stream
+    action(max(1, counts[0] // 4))  # warm up
+    times = [action(count) for count in counts]
+    peer.swap(b"")
+    peer.transport.close()
+    return times
+
+
+def perftest(kind: str, qps: int, nbytes: int, counts: tuple[int, int]) -> float:
+    """Return the same of ``ib_write_bw`` or ``ib_write_lat``."""
+    times = []
+    for count in counts:
+        command = [f"ib_write_{kind}", "-x", GID_INDEX, "-m", "4096", "-s", str(nbytes)]
+        command += ["-n", str(count), "-F"] + (["-q", str(qps)] if kind == "bw" else [])
+        if kind == "bw" and qps > 1:  # its -n is per queue pair
+            command[command.index("-n") + 1] = str(max(5, count // qps))
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        server = subprocess.Popen([*command, "-d", "rxe0"], **quiet)  # type: ignore[call-overload]
+        time.sleep(0.5)
+        start = time.perf_counter()
+        subprocess.run([*command, "-d", "rxe1", SERVER], check=True, timeout=TIMEOUT_S, **quiet)  # type: ignore[call-overload]
+        times.append(time.perf_counter() - start)
+        server.wait(TIMEOUT_S)
+    return (times[1] - times[0]) / (counts[1] - counts[0]) / (2 if kind == "lat" else 1)
+
+
+CASES: dict[str, tuple[str, int, int, tuple[int, int]]] = {
+    "64 KiB, 1 QP": ("bw", 1, 1 << 16, (400, 2400)),
+    "64 KiB, 4 QPs": ("bw", 4, 1 << 16, (400, 2400)),
+    "1 MiB, 1 QP": ("bw", 1, 1 << 20, (40, 200)),
+    "1 MiB, 4 QPs": ("bw", 4, 1 << 20, (40, 200)),
+    "8 B one way": ("lat", 1, 8, (200, 1700)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of all message counts")
+    parser.add_argument("--out", help="name of the result files below bench/results")
+    args = parser.parse_args()
+    results: dict[str, Any] = {}
+    lines = [f"{'case':16} {'perftest us':>12} {'miraccl us':>12} {'ratio':>7}"]
+    print(lines[0])
+    for name, (kind, qps, nbytes, counts) in CASES.items():
+        scaled = (max(5, int(counts[0] * args.scale)), max(10, int(counts[1] * args.scale)))
+        rows: list[tuple[float, float]] = []
+        for _ in range(args.rounds):
+            rows.append((perftest(kind, qps, nbytes, scaled), ours(kind, qps, nbytes, scaled)))
+        peer, own = (statistics.median(column) * 1e6 for column in zip(*rows, strict=True))
+        # Bandwidth as a share of perftest's; latency as a multiple of it.
+        ratio = own / peer if kind == "lat" else peer / own
+        results[name] = {"perftest_us": peer, "miraccl_us": own, "ratio": ratio, "rows": rows}
+        lines.append(f"{name:16} {peer:12.1f} {own:12.1f} {ratio:7.2f}")
+        print(lines[-1], flush=True)
+    if args.out:
+        common.save(args.out, {"kernel": os.uname().release, "cases": results}, "\n".join(lines))
+    else:
+        print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,329 @@
+"""Kernel source: the loop of the verbs engine, which runs without the interpreter's lock.
+
+An idle engine polls for a while, then asks the completion queues for an event, polls once more and
+sleeps in epoll on the completion channels and its doorbell. It returns to Python for commands of
+other threads, failed queue pairs, rows that Python handles, and links that have ended.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+from miraccl.native.intrinsics import (
+    call4,
+    exchange,
+    inline,
+    load,
+    load32,
+    load_acquire,
+    memcpy,
+    pause,
+    sched_yield,
+    store,
+    syscall,
+)
+from miraccl.proxy.kernels import link_layout
+from miraccl.proxy.kernels.link import advance, on_close_requested, on_consumed, on_receive_posted
+from miraccl.proxy.kernels.link_io import source_of
+from miraccl.proxy.kernels.link_receive import in_of
+from miraccl.proxy.kernels.link_send import alive, fail, on_posted
+from miraccl.proxy.kernels.progress_engine import (
+    DOORBELL_DATA,
+    EVENT_BYTES,
+    EVENT_DATA,
+    now_ns,
+    wake_executor,
+)
+from miraccl.proxy.kernels.progress_engine import link_at as connection_at
+from miraccl.proxy.verbs.kernels import layout
+from miraccl.proxy.verbs.kernels.completions import drain, end_streams, poll_all, resolve
+from miraccl.proxy.verbs.kernels.posting import (
+    deregister_everything,
+    post_abort,
+    post_all,
+    post_receives,
+    post_special,
+)
+from miraccl.transport import fifo
+
+SYS_READ, SYS_EPOLL_PWAIT = (63, 22) if platform.machine() == "aarch64" else (0, 281)
+MODE_ADDRESS, PAGE_BYTES = int(fifo.Mode.ADDRESS), fifo.PAGE_BYTES
+#: epoll data of the asynchronous events of devices; channels have their device's number.
+ASYNC_DATA = 0xFFFFFFFE
+
+
+# ---- FIFOs
+
+
+@inline
+def staged_source(conn: int, message: int, line: int, source: int) -> int:
+    """Copy a small payload from the caller's memory to its slot, and return where it is."""
+    link = load(conn + layout.CONN_LINK)
+    nbytes = load(line + 16)
+    if load(line + 24) != MODE_ADDRESS or nbytes == 0:
+        return source
+    slot_bytes = load(link + link_layout.LINK_RECV_SLOT_BYTES)
+    if nbytes > load(conn + layout.CONN_COPY_BYTES) or nbytes > slot_bytes:
+        return source
+    slot = load(link + link_layout.LINK_SEND_SLOTS) + (message & (layout.NSLOTS - 1)) * slot_bytes
+    memcpy(slot, source, nbytes)
+    return slot
+
+
+@inline
+def scan_posts(conn: int) -> bool:
+    """Process the messages that the executor has posted; return True if there were any."""
+    link, found, going = load(conn + layout.CONN_LINK), False, True
+    while going and alive(link):
+        message = load(link + link_layout.LINK_NEXT_POST)
+        line = (
+            load(link + link_layout.LINK_SEND_DESCRIPTORS)
+            + (message & (layout.NSLOTS - 1)) * link_layout.LINE_BYTES
+        )
+        going = load_acquire(line) == message + 1
+        if going:
+            found = True
+            source = source_of(link, message, line)
+            if source == 0:
+                fail(
+                    link,
+                    link_layout.FAULT_INTERNAL,
+                    link_layout.BAD_DESCRIPTOR,
+                    load(line + 16),
+                    load(line + 24),
+                    load(line + 32),
+                )
+            else:
+                source = staged_source(conn, message, line, source)
+                on_posted(link, message, load(line + 8), load(line + 16), source)
+                advance(link)
+    return found
+
+
+@inline
+def scan_receives(conn: int) -> bool:
+    """Process the receives that the executor has posted; return True if there were any."""
+    link, found = load(conn + layout.CONN_LINK), False
+    message = load(link + link_layout.LINK_DELIVERED)
+    last = load(link + link_layout.LINK_TAIL) + layout.NSLOTS
+    while message < last and alive(link):
+        line = (
+            load(link + link_layout.LINK_RECV_CTS)
+            + (message & (layout.NSLOTS - 1)) * link_layout.LINE_BYTES
+        )
+        record = in_of(link, message)
+        if (
+            load_acquire(line) == message + 1
+            and load(record + link_layout.IN_ADDRESS_FOR) != message + 1
+        ):
+            found = True
+            address, nbytes = load(line + 8), load(line + 16)
+            if nbytes < 0 or (nbytes != 0 and address < PAGE_BYTES):
+                fail(link, link_layout.FAULT_INTERNAL, link_layout.BAD_CTS, nbytes, address, 0)
+            else:
+                store(record + link_layout.IN_ADDRESS_FOR, message + 1)
+                store(record + link_layout.IN_ADDRESS, address)
+                on_receive_posted(link, message, nbytes)
+                advance(link)
+        message += 1
+    return found
+
+
+@inline
+def scan(conn: int) -> bool:
+    """Process what the executor has published; return True if there was anything."""
+    link = load(conn + layout.CONN_LINK)
+    if not alive(link):
+        return False
+    found = False
+    tail = load_acquire(load(link + link_layout.LINK_RECV_TAIL))
+    if tail != load(link + link_layout.LINK_TAIL):
+        found = True
+        on_consumed(link, tail)
+        advance(link)
+    if scan_posts(conn):
+        found = True
+    if scan_receives(conn):
+        found = True
+    return found
+
+
+# ---- events
+
+
+@inline
+def drain_channel(engine: int, index: int) -> None:
+    """Take the events of a completion channel; its descriptor does not block."""
+    device = engine + layout.ENGINE_DEVICES + index * layout.DEVICE_BYTES
+    take, acknowledge = (
+        load(engine + layout.FUNCTION_GET_EVENT),
+        load(engine + layout.FUNCTION_ACK_EVENTS),
+    )
+    queue = engine + layout.ENGINE_CQ
+    going = True
+    while going:
+        failed = call4(
+            take, load(device + layout.DEVICE_CHANNEL), queue, engine + layout.ENGINE_CQ_CONTEXT, 0
+        )
+        going = failed << 32 == 0
+        if going:
+            call4(acknowledge, load(queue), 1, 0, 0)
+
+
+@inline
+def wait_events(engine: int, milliseconds: int) -> int:
+    """Wait for the doorbell, completion channels and asynchronous events; return how many."""
+    events = engine + link_layout.ENGINE_EVENTS
+    most = link_layout.MAX_EVENTS * 12 // EVENT_BYTES
+    count = syscall(
+        SYS_EPOLL_PWAIT, load(engine + link_layout.ENGINE_EPOLL), events, most, milliseconds, 0, 8
+    )
+    for i in range(count):
+        data = load32(events + i * EVENT_BYTES + EVENT_DATA) & 0xFFFFFFFF
+        if data == DOORBELL_DATA:
+            word = engine + link_layout.ENGINE_WORD
+            syscall(SYS_READ, load(engine + link_layout.ENGINE_DOORBELL), word, 8, 0, 0, 0)
+        elif data == ASYNC_DATA:
+            store(engine + layout.ENGINE_ASYNC, 1)
+        else:
+            drain_channel(engine, data)
+    return count
+
+
+@inline
+def arm(conn: int) -> None:
+    """Ask all completion queues of a connection for an event."""
+    engine = load(conn + layout.CONN_ENGINE)
+    for device in range(load(conn + layout.CONN_NCQS)):
+        queue = load(conn + layout.CONN_CQS + 8 * device)
+        if queue != 0:
+            record = engine + layout.ENGINE_DEVICES + device * layout.DEVICE_BYTES
+            call4(load(record + layout.DEVICE_REQ_NOTIFY), queue, 0, 0, 0)
+
+
+# ---- the loop
+
+
+@inline
+def needs_python(engine: int) -> bool:
+    """Return True if Python has something to do."""
+    if load_acquire(engine + link_layout.ENGINE_ATTENTION) != 0:
+        return True
+    if load(engine + layout.ENGINE_ASYNC) != 0:
+        return True
+    if load(engine + link_layout.ENGINE_DIRTY) != 0 and load(engine + link_layout.ENGINE_CTRL) == 0:
+        return True
+    for i in range(load(engine + link_layout.ENGINE_NLINKS)):
+        conn = connection_at(engine, i)
+        if conn != 0:
+            if load(conn + layout.CONN_ATTENTION) != 0:
+                return True
+            link = load(conn + layout.CONN_LINK)
+            if not alive(link) and load(link + link_layout.LINK_REPORTED) == 0:
+                return True
+    return False
+
+
+@inline
+def timer_due(engine: int) -> bool:
+    """Return True if the time has come that Python asked for."""
+    timer = load(engine + layout.ENGINE_TIMER_NS)
+    return timer != 0 and now_ns(engine) >= timer
+
+
+@inline
+def advance_all(engine: int) -> bool:
+    """Advance all connections once; return True if anything moved."""
+    busy = False
+    for i in range(load(engine + link_layout.ENGINE_NLINKS)):
+        conn = connection_at(engine, i)
+        if conn != 0:
+            if scan(conn):
+                busy = True
+            if poll_all(conn):
+                busy = True
+            if alive(load(conn + layout.CONN_LINK)) and post_all(conn):
+                busy = True
+    return busy
+
+
+@inline
+def sleep(engine: int) -> None:
+    """Sleep until there is an event, unless a last look finds something."""
+    asleep = load(engine + link_layout.ENGINE_ASLEEP)
+    exchange(asleep, 1)
+    for i in range(load(engine + link_layout.ENGINE_NLINKS)):
+        conn = connection_at(engine, i)
+        if conn != 0:
+            arm(conn)
+    found = advance_all(engine)
+    wake_executor(engine)
+    if not found and not needs_python(engine):
+        milliseconds = -1
+        timer = load(engine + layout.ENGINE_TIMER_NS)
+        if timer != 0:
+            milliseconds = max(0, (timer - now_ns(engine) + 999999) // 1000000)
+        store(engine + layout.ENGINE_SLEEPS, load(engine + layout.ENGINE_SLEEPS) + 1)
+        wait_events(engine, milliseconds)
+    exchange(asleep, 0)
+
+
+def run(engine: int, unused: int) -> int:
+    """Advance all connections until Python is needed."""
+    idle_since = 0
+    while True:
+        store(engine + link_layout.ENGINE_ROUNDS, load(engine + link_layout.ENGINE_ROUNDS) + 1)
+        busy = advance_all(engine)
+        wake_executor(engine)
+        if needs_python(engine) or timer_due(engine):
+            return 0
+        if busy:
+            idle_since = 0
+        else:
+            now = now_ns(engine)
+            if idle_since == 0:
+                idle_since = now
+            if now - idle_since < load(engine + link_layout.ENGINE_SPIN_NS):
+                pause()
+                sched_yield()
+            else:
+                sleep(engine)
+                idle_since = 0
+
+
+def close_link(conn: int, unused: int) -> int:
+    """Let a connection send what is posted, then close."""
+    link = load(conn + layout.CONN_LINK)
+    if alive(link):
+        scan(conn)
+        on_close_requested(link)
+        advance(link)
+    return 0
+
+
+def fail_link(conn: int, arguments: int) -> int:
+    """End a link: words (kind, code, a, b, c)."""
+    fail(
+        load(conn + layout.CONN_LINK),
+        load(arguments),
+        load(arguments + 8),
+        load(arguments + 16),
+        load(arguments + 24),
+        load(arguments + 32),
+    )
+    return 0
+
+
+EXPORTS: dict[str, Any] = {
+    "run": run,
+    "close_link": close_link,
+    "fail_link": fail_link,
+    "post_receives": post_receives,
+    "post_special": post_special,
+    "post_abort": post_abort,
+    "deregister_everything": deregister_everything,
+    "drain": drain,
+    "resolve": resolve,
+    "end_streams": end_streams,
+}

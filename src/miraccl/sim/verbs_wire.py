@@ -1,0 +1,429 @@
+"""Simulated verbs devices: queue pairs, completion queues, keys, and a wire with faults.
+
+Plain Python over memory of this process. ``sim.verbs`` gives it the ABI of libibverbs, so the
+verbs transport runs on it unchanged. The wire carries one work request at a time; ``order`` chooses
+the queue pair, among those that have requests. Within a queue pair requests complete in order, as
+with reliable connections.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from miraccl import clock
+from miraccl.native import verbs_abi as abi
+
+STATUS_LOCAL_PROTECTION, STATUS_REMOTE_ACCESS = 4, 10
+VENDOR_TIMEOUT: int = 129
+_IMM_FLAG: int = 2
+
+
+@dataclass(eq=False)
+class Channel:
+    """Completion channel: queues of which an event was asked for."""
+
+    fd: int = field(default_factory=lambda: os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE))
+    events: deque[int] = field(default_factory=deque)
+
+    def notify(self, event: int) -> None:
+        self.events.append(event)
+        os.eventfd_write(self.fd, 1)
+
+    def take(self) -> int | None:
+        """Return the oldest event, None if there is none."""
+        if not self.events:
+            return None
+        os.eventfd_read(self.fd)
+        return self.events.popleft()
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """Work completion as ``ibv_wc`` has it."""
+
+    qp: int
+    wr_id: int
+    status: int = 0
+    opcode: int = 0
+    vendor: int = 0
+    nbytes: int = 0
+    immediate: int = 0
+    flags: int = 0
+
+
+@dataclass(eq=False)
+class Queue:
+    """Completion queue. ``overflowed`` counts completions for which it had no entry."""
+
+    address: int
+    entries: int
+    channel: Channel | None
+    armed: bool = False
+    overflowed: int = 0
+    completions: deque[Completion] = field(default_factory=deque)
+
+    def push(self, completion: Completion) -> None:
+        if len(self.completions) >= self.entries:
+            self.overflowed += 1
+            return
+        self.completions.append(completion)
+        if self.armed and self.channel:
+            self.armed = False
+            self.channel.notify(self.address)
+
+    def forget(self, qp: int) -> None:
+        """Drop the completions of a queue pair, as drivers do when it is reset or destroyed."""
+        self.completions = deque(c for c in self.completions if c.qp != qp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """Registered memory."""
+
+    device: str
+    address: int
+    nbytes: int
+    access: int
+
+    def allows(self, device: str, address: int, nbytes: int, access: int) -> bool:
+        inside = self.address <= address and address + nbytes <= self.address + self.nbytes
+        return self.device == device and inside and self.access & access == access
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Send work request; ``data`` is the payload of an inline one."""
+
+    wr_id: int
+    opcode: int
+    signaled: bool
+    segments: tuple[tuple[int, int, int], ...]
+    remote: int
+    rkey: int
+    immediate: int
+    data: bytes | None = None
+
+
+@dataclass(eq=False)
+class Pair:
+    """Queue pair of a device."""
+
+    number: int
+    device: str
+    queue: Queue
+    send_depth: int
+    recv_depth: int
+    state: int = abi.QPS_RESET
+    peer: int = 0
+    sends: deque[Request] = field(default_factory=deque)
+    receives: deque[int] = field(default_factory=deque)
+    waiting_since: float | None = None
+    in_doubt: deque[int] = field(default_factory=deque)
+    """Requests that were executed and whose acknowledgement was lost."""
+
+    @property
+    def receiving(self) -> bool:
+        return self.state in (abi.QPS_RTR, abi.QPS_RTS)
+
+
+class Wire:
+    """Everything that is simulated, for all devices of a process.
+
+    Args:
+        order: ``order(n)`` chooses one of n queue pairs that have requests; the first by default.
+        timeout_s: Time after which an unanswered request fails with status 12.
+
+    Attributes:
+        not_ready: Number of times that a receiver had posted no receive.
+    """
+
+    def __init__(
+        self, *, order: Callable[[int], int] = lambda n: 0, timeout_s: float = 0.05
+    ) -> None:
+        self.lock = threading.RLock()
+        self.pairs: dict[int, Pair] = {}
+        self.regions: dict[int, Region] = {}
+        self.async_events: dict[str, list[Channel]] = {}
+        self.not_ready = self.delivered = 0
+        self.on_deliver: Callable[[Pair, Request], None] = lambda pair, request: None
+        self._order, self._timeout_s = order, timeout_s
+        self._down: set[str] = set()
+        self._dead: set[str] = set()
+        self._cut: set[int] = set()
+        self._failures: dict[int, tuple[int, int]] = {}
+        self._lost_acks: set[int] = set()
+        self._frozen = False
+        self._work = clock.condition(self.lock)
+        self._closed = False
+        self._thread = clock.thread(self._run, name="verbs-wire", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        with self.lock:
+            self._closed = True
+            self._work.notify_all()
+        self._thread.join(5.0)
+
+    # --- faults
+
+    def fail_request(self, qp: int, status: int, vendor: int = 0) -> None:
+        """Let the next request of a queue pair fail with a status."""
+        with self.lock:
+            self._failures[qp] = (status, vendor)
+            self._work.notify_all()
+
+    def lose_acknowledgements(self, qp: int) -> None:
+        """Execute the requests of a queue pair, but never report them: they fail at the end."""
+        with self.lock:
+            self._lost_acks.add(qp)
+
+    def cut(self, qp: int) -> None:
+        """Lose all packets of a queue pair, in its own direction, from now on."""
+        with self.lock:
+            self._cut.add(qp)
+
+    def mend(self) -> None:
+        """End all faults of queue pairs, and bring ports up."""
+        with self.lock:
+            self._cut.clear()
+            self._lost_acks.clear()
+            self._down.clear()
+            self._work.notify_all()
+
+    def freeze(self, frozen: bool) -> None:
+        """Stop or continue all deliveries."""
+        with self.lock:
+            self._frozen = frozen
+            self._work.notify_all()
+
+    def port_down(self, device: str, *, quietly: bool = False) -> None:
+        """Lose everything from and to a device; report it unless ``quietly``."""
+        with self.lock:
+            self._down.add(device)
+        if not quietly:
+            self._report(device, abi.EVENT_PORT_ERR)
+
+    def kill_device(self, device: str) -> None:
+        """Let a device vanish: its queue pairs are in error and complete nothing more."""
+        with self.lock:
+            self._dead.add(device)
+            self._down.add(device)
+        self._report(device, abi.EVENT_DEVICE_FATAL)
+
+    def _report(self, device: str, event: int) -> None:
+        with self.lock:
+            for channel in self.async_events.get(device, []):
+                channel.notify(event)
+
+    # --- verbs
+
+    def post_send(self, pair: Pair, request: Request) -> int:
+        """Queue a request; return an errno."""
+        with self.lock:
+            if pair.device in self._dead:
+                return 5  # EIO
+            if pair.state == abi.QPS_ERR:
+                self._complete(pair, request, abi.WC_WR_FLUSH_ERR)
+                return 0
+            if pair.state != abi.QPS_RTS:
+                return 22
+            if len(pair.sends) + len(pair.in_doubt) >= pair.send_depth:
+                return 12
+            pair.sends.append(request)
+            self._work.notify_all()
+            return 0
+
+    def post_receive(self, pair: Pair, wr_id: int) -> int:
+        with self.lock:
+            if len(pair.receives) >= pair.recv_depth:
+                return 12
+            if pair.state == abi.QPS_ERR:
+                self._flush_receive(pair, wr_id)
+            else:
+                pair.receives.append(wr_id)
+                self._work.notify_all()
+            return 0
+
+    def set_state(self, pair: Pair, state: int) -> int:
+        with self.lock:
+            if pair.device in self._dead:
+                return 5
+            pair.state = state
+            if state == abi.QPS_ERR:
+                self._flush(pair)
+            elif state == abi.QPS_RESET:
+                pair.sends.clear()
+                pair.receives.clear()
+                pair.in_doubt.clear()
+                pair.waiting_since = None
+                pair.queue.forget(pair.number)
+            self._work.notify_all()
+            return 0
+
+    def destroy(self, pair: Pair) -> None:
+        with self.lock:
+            self.pairs.pop(pair.number, None)
+            pair.queue.forget(pair.number)
+            self._work.notify_all()
+
+    # --- delivery
+
+    def _run(self) -> None:
+        with self.lock:
+            while not self._closed:
+                if not self._step():
+                    self._work.wait(self._timeout_s / 4 if self._waiting() else None)
+
+    def _waiting(self) -> bool:
+        return any(pair.sends or pair.in_doubt for pair in self.pairs.values())
+
+    def _step(self) -> bool:
+        """Deliver one request; return False if none can be delivered now."""
+        if self._frozen:
+            return False
+        ready = [pair for pair in self.pairs.values() if self._can_move(pair)]
+        if not ready:
+            return False
+        self._deliver(ready[self._order(len(ready))])
+        return True
+
+    def _can_move(self, pair: Pair) -> bool:
+        """Return True if the head of a queue pair's requests can be executed, or fails now."""
+        if pair.state != abi.QPS_RTS or not (pair.sends or pair.in_doubt):
+            return False
+        if pair.number in self._failures and pair.sends:
+            return True
+        now = clock.monotonic()
+        if pair.sends and self._reachable(pair):
+            return True
+        if pair.waiting_since is None:
+            pair.waiting_since = now
+        expired = now - pair.waiting_since > self._timeout_s
+        if expired and self._answers_later(pair):
+            return False
+        return expired
+
+    def _answers_later(self, pair: Pair) -> bool:
+        """Return True if the peer has posted no receive: that is not a timeout."""
+        peer = self.pairs.get(pair.peer)
+        if not self._path_works(pair) or peer is None or pair.in_doubt:
+            return False
+        return peer.receiving
+
+    def _path_works(self, pair: Pair) -> bool:
+        peer = self.pairs.get(pair.peer)
+        devices = {pair.device, peer.device if peer else pair.device}
+        return pair.number not in self._cut and not devices & self._down
+
+    def _reachable(self, pair: Pair) -> bool:
+        peer = self.pairs.get(pair.peer)
+        if not self._path_works(pair) or peer is None or not peer.receiving:
+            return False
+        if peer.peer != pair.number:
+            return False
+        if pair.sends[0].opcode == abi.WR_RDMA_WRITE_WITH_IMM and not peer.receives:
+            self.not_ready += 1
+            return False
+        return True
+
+    def _deliver(self, pair: Pair) -> None:
+        """Execute the oldest request of a queue pair, or let it fail."""
+        status, vendor = self._failures.pop(pair.number, (0, 0))
+        peer = self.pairs.get(pair.peer)
+        if not status and not (pair.sends and self._reachable(pair)):
+            status, vendor = abi.WC_RETRY_EXC_ERR, VENDOR_TIMEOUT
+        if status:
+            wr_id = pair.in_doubt[0] if pair.in_doubt else pair.sends.popleft().wr_id
+            pair.queue.push(Completion(qp=pair.number, wr_id=wr_id, status=status, vendor=vendor))
+            pair.state = abi.QPS_ERR
+            self._flush(pair)
+            return
+        assert peer is not None
+        request = pair.sends.popleft()
+        pair.waiting_since = None
+        status = self._execute(pair, peer, request)
+        if status:
+            self._complete(pair, request, status)
+            pair.state = peer.state = abi.QPS_ERR
+            self._flush(pair)
+            self._flush(peer)
+        elif pair.number in self._lost_acks:
+            pair.in_doubt.append(request.wr_id)
+            pair.waiting_since = clock.monotonic()
+        else:
+            self._complete(pair, request, 0)
+
+    def _execute(self, pair: Pair, peer: Pair, request: Request) -> int:
+        """Write the payload and consume a receive; return a status."""
+        target = request.remote
+        nbytes = (
+            len(request.data)
+            if request.data is not None
+            else sum(n for _, n, _ in request.segments)
+        )
+        region = self.regions.get(request.rkey)
+        if nbytes and (
+            region is None
+            or not region.allows(peer.device, target, nbytes, abi.ACCESS_REMOTE_WRITE)
+        ):
+            return STATUS_REMOTE_ACCESS
+        if request.data is not None:
+            ctypes.memmove(target, request.data, nbytes)
+        else:
+            for address, length, lkey in request.segments:
+                source = self.regions.get(lkey)
+                if source is None or not source.allows(pair.device, address, length, 0):
+                    return STATUS_LOCAL_PROTECTION
+                ctypes.memmove(target, address, length)
+                target += length
+        self.delivered += 1
+        self.on_deliver(pair, request)
+        if request.opcode == abi.WR_RDMA_WRITE_WITH_IMM:
+            peer.queue.push(
+                Completion(
+                    qp=peer.number,
+                    wr_id=peer.receives.popleft(),
+                    opcode=abi.WC_RECV_RDMA_WITH_IMM,
+                    nbytes=nbytes,
+                    immediate=request.immediate,
+                    flags=_IMM_FLAG,
+                )
+            )
+        return 0
+
+    def _complete(self, pair: Pair, request: Request, status: int, vendor: int = 0) -> None:
+        if request.signaled or status:
+            pair.queue.push(
+                Completion(
+                    qp=pair.number,
+                    wr_id=request.wr_id,
+                    status=status,
+                    opcode=1,
+                    vendor=vendor,
+                )
+            )
+
+    def _flush(self, pair: Pair) -> None:
+        """Complete everything that is posted on a queue pair in error."""
+        while pair.sends:
+            self._complete(pair, pair.sends.popleft(), abi.WC_WR_FLUSH_ERR)
+        while pair.receives:
+            self._flush_receive(pair, pair.receives.popleft())
+
+    def _flush_receive(self, pair: Pair, wr_id: int) -> None:
+        pair.queue.push(
+            Completion(
+                qp=pair.number,
+                wr_id=wr_id,
+                status=abi.WC_WR_FLUSH_ERR,
+                opcode=abi.WC_RECV,
+            )
+        )

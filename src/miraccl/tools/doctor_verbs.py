@@ -1,0 +1,54 @@
+"""Checks of ``miraccl doctor`` for InfiniBand and RoCE."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from miraccl import params
+from miraccl.native.verbs_abi import load_library
+from miraccl.tools.findings import Check, DoctorFinding
+from miraccl.topo.hca import read_hcas
+from miraccl.transport.hca_devices import hca_devices
+from miraccl.wire.verbs.flush import FlushFacts, FlushMethod, decide_flush
+
+
+def check_rdma(root: str | Path = "/") -> DoctorFinding | None:
+    """Report ports that verbs would use, and what is wrong with the others."""
+    if not read_hcas(root):
+        return None
+    found = hca_devices(root, load_library)
+    used = [f"{d.hca.name}:{port}" for d in found.devices for port in d.selected]
+    problems = [*found.problems, *(p for d in found.devices for p in d.problems)]
+    text = f"verbs uses {', '.join(used)}" if used else "verbs uses no port"
+    if not problems:
+        return DoctorFinding(name="rdma", status="ok", found=text)
+    return DoctorFinding(
+        name="rdma",
+        status="note",
+        found="; ".join([text, *(problem.what for problem in problems)]),
+        advice="; ".join(dict.fromkeys(p.advice for p in problems if p.advice)),
+    )
+
+
+def check_flush(root: str | Path = "/") -> DoctorFinding | None:
+    """Report how writes of NICs to GPU memory would be flushed, and why."""
+    from miraccl.tools.doctor_gpu import facts
+
+    gpus = facts().gpus
+    if not gpus or not read_hcas(root):
+        return None
+    decisions = {
+        gpu.ordinal: decide_flush(FlushFacts(memory="gpu", compute_capability=gpu.sm))
+        for gpu in gpus
+    }
+    first = decisions[gpus[0].ordinal]
+    texts = dict.fromkeys(
+        f"{decision.method.value}: {decision.reason}" for decision in decisions.values()
+    )
+    advice = ""
+    if first.method is not FlushMethod.NONE and params.NET.read() in ("auto", "verbs"):
+        advice = "payloads of GPUs are staged in host memory, so no flush is needed yet"
+    return DoctorFinding(name="flush", status="ok", found="; ".join(texts), advice=advice)
+
+
+CHECKS: dict[str, Check] = {"rdma": check_rdma, "flush": check_flush}

@@ -1,0 +1,329 @@
+"""Verbs transport on simulated devices: the conformance kit, orders of completions, and faults."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+
+from miraccl.errors import SystemFailure
+from miraccl.sim.verbs_wire import Wire
+from miraccl.transport.fifo import Mode, PrivateMemory, memory_at
+from miraccl.transport.registry import VERBS
+from miraccl.transport.verbs import VerbsOptions
+from miraccl.wire.proxy_records import LossKind
+from miraccl.wire.verbs.policy import PIECES, ROTATE, SPLIT
+from tests.transport.conformance import TransportConformance, pattern
+from tests.transport.verbs_world import SLOT, build_verbs_world
+
+
+class TestVerbs(TransportConformance):
+    spec = VERBS
+
+    def build(self, nranks):
+        return build_verbs_world(nranks)
+
+
+class TestVerbsManyPathsAnyOrder(TransportConformance):
+    """Two ports on each side, four queue pairs each, whose requests are executed in any order."""
+
+    spec = VERBS
+
+    def build(self, nranks):
+        return build_verbs_world(
+            nranks,
+            devices=[2] * nranks,
+            options=VerbsOptions(qps_per_connection=4),
+            wire=Wire(order=random.Random(nranks).randrange),
+            inline=False,
+        )
+
+
+class TestVerbsOneQueuePair(TransportConformance):
+    spec = VERBS
+
+    def build(self, nranks):
+        return build_verbs_world(
+            nranks, options=VerbsOptions(qps_per_connection=1, copy_bytes=0), spin_ns=20_000
+        )
+
+
+@pytest.fixture
+def make():
+    worlds = []
+
+    def make(nranks=2, **options):
+        world = build_verbs_world(nranks, **options)
+        worlds.append(world)
+        world.connect()
+        return world
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+def transfer(world, nbytes, count=1, source=0, destination=1, seed=0):
+    """Send large messages in place and check every byte."""
+    way = world.only_way(source, destination)
+    memory, target = PrivateMemory(nbytes), PrivateMemory(nbytes)
+    for i in range(count):
+        memory_at(memory.address, nbytes)[:] = pattern(nbytes, seed + i)
+        way.recv.clear_to_send(target.address, nbytes)
+        assert way.send.post_address(memory.address, nbytes, signature=i)
+        data, message = way.take()
+        assert message.mode is Mode.LANDED
+        assert data == pattern(nbytes, seed + i)
+        world.wait(lambda: way.send.released == way.send.posted, "memory was not given back")
+    return way
+
+
+# --- data
+
+
+@pytest.mark.parametrize("policy", [SPLIT, ROTATE, PIECES])
+@pytest.mark.parametrize("devices", [(1, 1), (2, 2), (3, 1)])
+def test_large_messages_over_all_paths(make, policy, devices):
+    options = VerbsOptions(qps_per_connection=2, policy=policy, piece_bytes=1 << 17)
+    world = make(devices=devices, options=options, wire=Wire(order=random.Random(1).randrange))
+    used = set()
+    world.verbs.wire.on_deliver = lambda pair, request: used.add(pair.number)
+    transfer(world, (1 << 20) + 77, count=3)
+    assert len(used) >= 2 * max(devices)
+
+
+def test_registrations_of_single_messages_end_with_them(make):
+    world = make()
+    verbs = world.verbs
+    before = len(verbs.wire.regions)
+    transfer(world, 1 << 18, count=3)
+    world.wait(lambda: len(verbs.wire.regions) == before, "a registration stays")
+    assert world.engines[0].counters()["registrations"] == 3
+
+
+def test_regions_are_registered_once(make):
+    world = make()
+    memory, target = PrivateMemory(1 << 18), PrivateMemory(1 << 18)
+    world.engines[0].add_region(memory.address, 1 << 18)
+    world.engines[1].add_region(target.address, 1 << 18)
+    way = world.way(0, 1)
+    for _ in range(3):
+        way.recv.clear_to_send(target.address, 1 << 18)
+        assert way.send.post_address(memory.address, 1 << 18)
+        way.take()
+    assert [world.engines[r].counters()["registrations"] for r in (0, 1)] == [0, 0]
+    world.engines[0].remove_region(memory.address)
+    way.recv.clear_to_send(target.address, 1 << 18)
+    assert way.send.post_address(memory.address, 1 << 18)
+    way.take()
+    assert world.engines[0].counters()["registrations"] == 1
+
+
+def test_memory_that_cannot_be_registered_is_named(make):
+    world = make()
+    world.verbs.register_limit = world.verbs.registered + 1000
+    way = world.way(0, 1)
+    memory = PrivateMemory(1 << 18)
+    way.recv.clear_to_send(memory.address, 1 << 18)
+    world.wait(lambda: world.losses[1], "the loss was not reported")
+    assert world.losses[1][0][1].kind is LossKind.INTERNAL
+    assert "ulimit -l" in str(world.losses[1][0][1])
+    world.wait(lambda: world.losses[0], "the peer was not told")
+    assert world.losses[0][0][1].kind is LossKind.ABORTED
+
+
+def test_completion_queues_never_overflow(make):
+    world = make(options=VerbsOptions(qps_per_connection=2))
+    way, back = world.way(0, 1), world.way(1, 0)
+    for i in range(300):
+        way.post(pattern(40, i))
+        back.post(pattern(4000, i))
+        assert way.take()[0] == pattern(40, i)
+        assert back.take()[0] == pattern(4000, i)
+    queues = {pair.queue for pair in world.verbs.wire.pairs.values()}
+    assert sum(queue.overflowed for queue in queues) == 0
+
+
+def test_engine_sleeps_when_nothing_moves(make):
+    world = make()
+    way = world.way(0, 1)
+    way.post(b"x" * 40)
+    way.take()
+    engine = world.engines[0]
+    world.wait(lambda: engine.counters()["sleeps"] > 0)
+    rounds = engine.counters()["rounds"]
+    time.sleep(0.05)
+    assert engine.counters()["rounds"] - rounds < 20
+
+
+# --- connecting
+
+
+def test_rank_that_connects_late_is_awaited():
+    world = build_verbs_world(2)
+    infos = {rank: transport.setup() for rank, transport in world.transports.items()}
+    late = threading.Timer(0.4, lambda: world.connect_rank(1, {0: infos[0]}))
+    late.start()
+    world.connect_rank(0, {1: infos[1]})
+    late.join()
+    way = world.way(0, 1)
+    way.post(b"x" * 100)
+    assert way.take()[0] == b"x" * 100
+    assert world.engines[0].routes(1) == [0, 1]
+    world.close()
+
+
+def test_path_that_never_works_is_left_out():
+    world = build_verbs_world(2, options=VerbsOptions(qps_per_connection=3))
+    infos = {rank: transport.setup() for rank, transport in world.transports.items()}
+    world.verbs.wire.cut(pairs_of(world, 0)[1])
+    world.verbs.wire.cut(pairs_of(world, 1)[1])
+    world.in_parallel(lambda rank: world.connect_rank(rank, {1 - rank: infos[1 - rank]}))
+    transfer(world, 1 << 18)
+    assert world.engines[0].routes(1)[1] != 1
+    assert world.losses == {0: [], 1: []}
+    world.close()
+
+
+def test_peer_that_cannot_be_reached_is_named():
+    world = build_verbs_world(2, deadline=0.5)
+    infos = {rank: transport.setup() for rank, transport in world.transports.items()}
+    with pytest.raises(SystemFailure, match="cannot connect to rank 1: sim0:1 to sim1:1"):
+        world.connect_rank(0, {1: infos[1]})
+    world.close()
+
+
+# --- faults
+
+
+def pairs_of(world, rank):
+    """Queue pairs of a rank in the order of its connection."""
+    conn = world.transports[rank]._connections[1 - rank]
+    return [qp.number for qp in conn.qps]
+
+
+@pytest.mark.parametrize("fault", ["status", "lost ack", "cut", "both cut", "remote status"])
+@pytest.mark.parametrize("seed", range(3))
+def test_queue_pair_that_fails_is_replaced(make, fault, seed):
+    draw = random.Random(seed)
+    world = make(options=VerbsOptions(qps_per_connection=3), wire=Wire(order=draw.randrange))
+    wire, qp = world.verbs.wire, draw.randrange(3)
+    here, there = pairs_of(world, 0)[qp], pairs_of(world, 1)[qp]
+    way, back = world.only_way(0, 1), world.only_way(1, 0)
+    posted = [0, 0]
+    total = 60
+    sizes = [8, 5000, SLOT, 100]
+
+    def strike():
+        if fault == "status":
+            wire.fail_request(here, 12, 129)
+        elif fault == "lost ack":
+            wire.lose_acknowledgements(here)
+        elif fault == "remote status":
+            wire.fail_request(there, 5)
+        else:
+            wire.cut(here)
+            if fault == "both cut":
+                wire.cut(there)
+
+    taken = [0, 0]
+    start = time.monotonic()
+    while taken != [total, total]:
+        assert time.monotonic() - start < 10, taken
+        for i, each in enumerate((way, back)):
+            if posted[i] < total:
+                data = pattern(sizes[posted[i] % 4], 1000 * i + posted[i])
+                posted[i] += each.send.post(data, signature=posted[i])
+            if each.recv.peek():
+                data, message = each.take()
+                assert data == pattern(sizes[taken[i] % 4], 1000 * i + taken[i])
+                assert message.signature == taken[i]
+                taken[i] += 1
+        if posted[0] == 20:
+            strike()
+        world.news.wait(0.001)
+        world.news.clear()
+    transfer(world, 1 << 19, count=2, seed=seed)
+    assert world.losses == {0: [], 1: []}
+
+
+def test_failed_queue_pair_comes_back(make):
+    world = make(options=VerbsOptions(qps_per_connection=2))
+    wire = world.verbs.wire
+    wire.cut(pairs_of(world, 0)[1])
+    transfer(world, 1 << 18)
+    world.wait(lambda: world.engines[0].routes(1) == [0, 0], "the stream did not move")
+    transfer(world, 1 << 18)
+    wire.mend()
+    for rank in (0, 1):
+        world.wait(lambda r=rank: world.engines[r].routes(1 - r) == [0, 1], "it stays away")
+    transfer(world, 1 << 18, count=2)
+    assert world.losses == {0: [], 1: []}
+
+
+@pytest.mark.parametrize("how", ["port", "quiet port", "device"])
+def test_one_of_two_devices_fails(make, how):
+    world = make(devices=(2, 2), options=VerbsOptions(qps_per_connection=2))
+    transfer(world, 1 << 18)
+    wire = world.verbs.wire
+    start = time.monotonic()
+    if how == "device":
+        wire.kill_device("sim0")
+    else:
+        wire.port_down("sim0", quietly=how == "quiet port")
+    transfer(world, 1 << 18, count=3, seed=5)
+    transfer(world, 1 << 18, count=3, source=1, destination=0, seed=9)
+    assert time.monotonic() - start < 2
+    assert world.losses == {0: [], 1: []}
+
+
+def test_last_path_fails_with_edge_and_advice(make):
+    world = make(options=VerbsOptions(qps_per_connection=2))
+    for number in pairs_of(world, 0):
+        world.verbs.wire.fail_request(number, 12, 129)
+    way = world.way(0, 1)
+    way.post(b"x" * 100)
+    for i in range(6):
+        way.send.post(pattern(5000, i))
+    world.wait(lambda: world.losses[0], "the loss was not reported")
+    peer, loss = world.losses[0][0]
+    assert (peer, loss.kind) == (1, LossKind.RESET)
+    for words in ("sim0:1 to sim1:1 of rank 1", "status 12", "vendor error 129", "cable"):
+        assert words in str(loss)
+
+
+def test_peer_that_vanishes_is_a_reset(make):
+    world = make()
+    for number in pairs_of(world, 1):
+        world.verbs.wire.pairs.pop(number)
+    world.way(0, 1).post(b"x" * 100)
+    world.wait(lambda: world.losses[0], "the loss was not reported")
+    assert world.losses[0][0][1].kind is LossKind.RESET
+
+
+def test_abort_carries_its_text(make):
+    world = make()
+    world.transports[0].abort("rank 0 has had enough")
+    world.wait(lambda: world.losses[1], "the abort was not reported")
+    kind, text = world.losses[1][0][1].kind, str(world.losses[1][0][1])
+    assert kind is LossKind.ABORTED
+    assert "rank 0 has had enough" in text
+
+
+def test_close_by_one_side_is_reported_to_the_other(make):
+    world = make()
+    world.transports[0].close()
+    world.wait(lambda: world.losses[1], "the end was not reported")
+    assert world.losses[1][0][1].kind is LossKind.CLOSED
+
+
+def test_different_numbers_of_queue_pairs_are_named():
+    world = build_verbs_world(2)
+    other = build_verbs_world(2, options=VerbsOptions(qps_per_connection=3))
+    info = other.transports[1].setup()
+    with pytest.raises(SystemFailure, match="3 queue pairs for 2 here"):
+        world.transports[0].connect({1: info})
+    for each in (world, other):
+        each.close()
