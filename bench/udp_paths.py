@@ -1,0 +1,533 @@
+"""UDP between network namespaces: one and four paths with loss, slow, dying paths, incast.
+
+Hosts are namespaces joined by switches with a rate, a queue and a loss (``tests.support.netlab``);
+RTT is below a millisecond without a queue. The peers are iperf3 over TCP with cubic and bbr on the
+same paths, in turns within one run. ``possible`` is rate x (1 - loss) x payload share of a packet.
+CPU is processor time of both processes. Needs root, nftables and iperf3.
+
+    sudo python bench/udp_paths.py --rows one four --seconds 3 --rounds 3 \\
+        --out bench/results/udp_paths/MACHINE-DATE
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.support import netlab
+
+from miraccl.proxy.datagram_engine import DatagramEngine
+from miraccl.proxy.engine import ProgressEngine
+from miraccl.transport.base import DatagramOptions, Endpoint
+from miraccl.transport.datagram import DatagramTransport
+from miraccl.transport.ends import RecvEnd, SendEnd
+from miraccl.transport.fifo import NSLOTS, PrivateMemory, native_atomics
+from miraccl.transport.socket import SocketOptions, SocketTransport
+
+TIMEOUT_S = 60.0
+MESSAGE = 1 << 20
+#: Ethernet header, which tbf counts.
+ETHERNET_BYTES = 14
+
+
+class Rank:
+    """One process of a row: rank 0 receives from all others."""
+
+    def __init__(self, rank: int, nranks: int, spec: dict[str, Any], pipe: Connection) -> None:
+        self.rank, self.pipe, self.nranks = rank, pipe, nranks
+        self.news = threading.Event()
+        udp = spec["net"] == "udp"
+        self.engine: Any = (DatagramEngine if udp else ProgressEngine)(
+            rank=rank,
+            wake=lambda _: self.news.set(),
+            on_lost=lambda p, loss: None,
+        )
+        endpoint = Endpoint(
+            rank=rank, hostid=str(rank), pid=os.getpid(), addresses=tuple(spec["addresses"][rank])
+        )
+        shared: dict[str, Any] = {
+            "proxy": self.engine,
+            "secret": b"bench",
+            "job": b"bench",
+            "timeout": TIMEOUT_S,
+        }
+        self.transport: Any
+        if udp:
+            self.transport = DatagramTransport(
+                endpoint, options=DatagramOptions(**spec.get("options", {})), **shared
+            )
+        else:
+            streams = SocketOptions(nstreams=spec.get("streams", 2), buffer_bytes=4 << 20)
+            self.transport = SocketTransport(endpoint, options=streams, **shared)
+        pipe.send(self.transport.setup())
+        infos = pipe.recv()
+        pairs = self.transport.connect({r: i for r, i in infos.items() if r != rank})
+        atomics = native_atomics()
+        self.sends = {r: SendEnd(p.send, atomics) for r, p in pairs.items()}
+        self.recvs = {r: RecvEnd(p.recv, atomics) for r, p in pairs.items()}
+        self.memory = {r: PrivateMemory(max(spec["nbytes"], 4096)) for r in pairs}
+
+    def wait(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {self.rank}: no progress")
+            self.news.wait(0.05)
+            self.news.clear()
+
+    def stream(self, nbytes: int, seconds: float) -> list[float]:
+        """Rank 1 sends messages for a time; rank 0 returns when each one arrived."""
+        times: list[float] = []
+        if self.rank:
+            end, sent = time.monotonic() + seconds, self.sends[0]
+            while time.monotonic() < end:
+                self.wait(lambda: sent.post_address(self.memory[0].address, nbytes))
+            self.wait(lambda: sent.released == sent.posted)
+            self.wait(lambda: sent.post(b"end"))
+            return times
+        recv, ahead = self.recvs[1], 0
+        while True:
+            while ahead < NSLOTS:
+                recv.clear_to_send(self.memory[1].address, nbytes, ahead=ahead)
+                ahead += 1
+            self.wait(lambda: recv.peek() is not None)
+            message = recv.peek()
+            assert message is not None
+            recv.consume()
+            ahead -= 1
+            if message.nbytes == 3:
+                return times
+            times.append(time.monotonic())
+
+    def one_by_one(self, nbytes: int, count: int) -> list[float]:
+        """Rank 1 sends one message at a time; it returns the time of each, with an answer."""
+        times: list[float] = []
+        peer = 1 - self.rank
+        send, recv, memory = self.sends[peer], self.recvs[peer], self.memory[peer]
+        for _ in range(count):
+            start = time.monotonic()
+            if self.rank:
+                self.wait(lambda: send.post_address(memory.address, nbytes))
+                self.wait(lambda: recv.peek() is not None)
+                recv.consume()
+            else:
+                recv.clear_to_send(memory.address, nbytes)
+                self.wait(lambda: recv.peek() is not None)
+                recv.consume()
+                self.wait(lambda: send.post(b"ok"))
+            times.append(time.monotonic() - start)
+        return times
+
+    def incast(self, nbytes: int) -> list[float]:
+        """All other ranks send one message to rank 0 at once; it returns when each one arrived."""
+        start = time.monotonic()
+        if self.rank:
+            self.sends[0].post_address(self.memory[0].address, nbytes)
+            self.wait(lambda: self.sends[0].released == 1)
+            return []
+        waiting, times = set(self.recvs), []
+        while waiting:
+            self.wait(lambda: any(self.recvs[r].peek() for r in waiting))
+            for r in [r for r in waiting if self.recvs[r].peek()]:
+                self.recvs[r].consume()
+                waiting.discard(r)
+                times.append(time.monotonic() - start)
+        return times
+
+    def prepare_incast(self, nbytes: int) -> None:
+        for r, recv in self.recvs.items():
+            if not self.rank:
+                recv.clear_to_send(self.memory[r].address, nbytes)
+
+    def paths(self) -> list[dict[str, Any]]:
+        if not isinstance(self.engine, DatagramEngine):
+            return []
+        return [vars(report) for report in self.engine.paths()]
+
+    def close(self) -> None:
+        self.transport.close()
+        self.engine.close()
+
+
+def serve(rank: int, nranks: int, spec: dict[str, Any], pipe: Connection) -> None:
+    """Body of a process: connect, then run the commands that come through ``pipe``."""
+    if "namespaces" in spec:
+        netlab.enter(spec["namespaces"][rank])
+    me = Rank(rank, nranks, spec, pipe)
+    pipe.send("connected")
+    while True:
+        name, *arguments = pipe.recv()
+        before = time.process_time()
+        result = getattr(me, name)(*arguments)
+        pipe.send((result, time.process_time() - before))
+        if name == "close":
+            return
+
+
+class Ranks:
+    """Processes of a row, and calls of methods of all of them at once."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        n = len(spec["addresses"])
+        context = multiprocessing.get_context("fork")
+        self.pipes, self.processes = [], []
+        for rank in range(n):
+            here, there = context.Pipe()
+            process = context.Process(target=serve, args=(rank, n, spec, there), daemon=True)
+            process.start()
+            self.pipes.append(here)
+            self.processes.append(process)
+        infos = dict(enumerate(self._receive()))
+        for pipe in self.pipes:
+            pipe.send(infos)
+        self._receive()
+
+    def _receive(self) -> list[Any]:
+        results = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(TIMEOUT_S):
+                raise TimeoutError(f"rank {rank} does not answer")
+            results.append(pipe.recv())
+        return results
+
+    def start(self, name: str, *arguments: Any) -> None:
+        for pipe in self.pipes:
+            pipe.send((name, *arguments))
+
+    def finish(self) -> tuple[list[Any], float]:
+        """Return the results by rank, and processor time of all in seconds."""
+        results = self._receive()
+        return [r for r, _ in results], sum(cpu for _, cpu in results)
+
+    def call(self, name: str, *arguments: Any) -> tuple[list[Any], float]:
+        self.start(name, *arguments)
+        return self.finish()
+
+    def close(self) -> None:
+        with contextlib.suppress(TimeoutError, EOFError, OSError):
+            self.call("close")
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+
+
+@contextlib.contextmanager
+def ranks_in(lab: netlab.Lab, n: int, **spec: Any) -> Iterator[Ranks]:
+    """Connect one rank per host of a lab."""
+    spec["namespaces"] = [lab.host(i) for i in range(n)]
+    spec["addresses"] = [lab.addresses(i) for i in range(n)]
+    ranks = Ranks({"nbytes": MESSAGE, **spec})
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def udp_rate(lab: netlab.Lab, seconds: float, **options: Any) -> dict[str, Any]:
+    """Stream messages over UDP; return goodput in Mbit/s, CPU, and what the paths resent."""
+    with ranks_in(lab, 2, net=options.pop("net", "udp"), options=options) as ranks:
+        (times, _), cpu = ranks.call("stream", MESSAGE, seconds)
+        paths = ranks.call("paths")[0][1]
+    nbytes = MESSAGE * (len(times) - 1)
+    return {
+        "mbps": nbytes * 8 / (times[-1] - times[0]) / 1e6,
+        "cpu_s_per_GB": cpu / (MESSAGE * len(times)) * 1e9,
+        "sent": sum(p["sent_packets"] for p in paths),
+        "resent": sum(p["resent"] for p in paths),
+        "mbps_by_path": [round(p["sent_bytes"] * 8 / seconds / 1e6, 1) for p in paths],
+    }
+
+
+def iperf_rate(lab: netlab.Lab, seconds: float, congestion: str, streams: int) -> dict[str, Any]:
+    """Run iperf3 over all paths at once, ``streams`` streams on each."""
+    pairs = []
+    for path in range(lab.npaths):
+        port, target = str(5201 + path), lab.addresses(0)[path]
+        inside = ["ip", "netns", "exec"]
+        server = subprocess.Popen(
+            [*inside, lab.host(0), "iperf3", "-s", "-1", "-p", port, "-B", target],
+            stdout=subprocess.DEVNULL,
+        )
+        pairs.append((server, port, target))
+    time.sleep(0.3)
+    clients = []
+    for _, port, target in pairs:
+        words = [
+            "iperf3",
+            "-c",
+            target,
+            "-p",
+            port,
+            "-t",
+            f"{seconds:.0f}",
+            "-J",
+            "-P",
+            str(streams),
+        ]
+        clients.append(
+            subprocess.Popen(
+                ["ip", "netns", "exec", lab.host(1), *words, "-C", congestion],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+    results = [json.loads(client.communicate(timeout=seconds + 30)[0]) for client in clients]
+    for server, _, _ in pairs:
+        server.wait(10)
+    received = sum(r["end"]["sum_received"]["bytes"] for r in results)
+    cpu = sum(
+        (
+            r["end"]["cpu_utilization_percent"]["host_total"]
+            + r["end"]["cpu_utilization_percent"]["remote_total"]
+        )
+        / 100
+        * seconds
+        for r in results
+    )
+    return {
+        "mbps": sum(r["end"]["sum_received"]["bits_per_second"] for r in results) / 1e6,
+        "cpu_s_per_GB": cpu / received * 1e9,
+        "resent": sum(r["end"]["sum_sent"].get("retransmits", 0) for r in results),
+    }
+
+
+def median_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the run with the median rate, with the range of all."""
+    ordered = sorted(runs, key=lambda run: float(run["mbps"]))
+    middle = dict(ordered[len(ordered) // 2])
+    middle["range_mbps"] = [round(ordered[0]["mbps"], 1), round(ordered[-1]["mbps"], 1)]
+    return middle
+
+
+def compare_rates(args: argparse.Namespace, title: str, **shape: Any) -> dict[str, Any]:
+    """Measure UDP and the peers on one lab, in turns."""
+    slow = shape.pop("slow", None)
+    streams = shape.pop("streams", 1)
+    with netlab.Lab(**shape) as lab:
+        capacity = shape["rate"] * shape.get("paths", 1)
+        if slow is not None:
+            lab.set_rate(0, slow)
+            capacity += slow - shape["rate"]
+        variants: dict[str, Callable[[], dict[str, Any]]] = {
+            "udp": lambda: udp_rate(lab, args.seconds, ports=1, congestion=args.congestion),
+            "iperf3 cubic": lambda: iperf_rate(lab, args.seconds, "cubic", streams),
+            "iperf3 bbr": lambda: iperf_rate(lab, args.seconds, "bbr", streams),
+        }
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
+        for _ in range(args.rounds):
+            for name, measure in variants.items():
+                before = lab.counters(0)
+                runs[name].append(measure())
+                after = lab.counters(0)
+                runs[name][-1]["lost_by_lab"] = after["lost"] - before["lost"]
+                runs[name][-1]["queue_drops"] = after["queue_drops"] - before["queue_drops"]
+    payload = shape.get("mtu", 1500) - 28 - 44
+    share = payload / (shape.get("mtu", 1500) + ETHERNET_BYTES)
+    possible = capacity * (1 - shape.get("loss", 0.0)) * share / 1e6
+    row = {"title": title, "possible_mbps": round(possible, 1)}
+    row |= {name: median_of(found) for name, found in runs.items()}
+    row["of_possible"] = round(row["udp"]["mbps"] / possible, 3)
+    return row
+
+
+# ---- rows
+
+
+def rows_one(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for loss in (0.0, 0.001, 0.01, 0.05):
+        yield compare_rates(args, f"one path, loss {loss:.1%}", rate=args.rate, loss=loss)
+
+
+def rows_four(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for loss in (0.0, 0.01, 0.05):
+        title = f"four paths, loss {loss:.0%}"
+        yield compare_rates(args, title, rate=args.rate / 4, paths=4, loss=loss, streams=2)
+
+
+def rows_slow(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    rate = args.rate / 4
+    title = "four paths, one at a tenth"
+    yield compare_rates(args, title, rate=rate, paths=4, slow=rate / 10, streams=2)
+
+
+def rows_tail(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """p99 of messages of 1 MiB, one by one, beside miraccl's TCP."""
+    row: dict[str, Any] = {"title": "1 MiB one by one, loss 1%"}
+    with netlab.Lab(rate=args.rate, loss=0.01) as lab:
+        for net in ("udp", "tcp"):
+            times: list[float] = []
+            for _ in range(args.rounds):
+                with ranks_in(lab, 2, net=net, options={"ports": 1}) as ranks:
+                    times += ranks.call("one_by_one", MESSAGE, 60)[0][1][5:]
+            times.sort()
+            p50, p99 = statistics.median(times), times[int(len(times) * 0.99)]
+            row[net] = {"p50_ms": p50 * 1e3, "p99_ms": p99 * 1e3, "p99_over_p50": p99 / p50}
+    yield row
+
+
+def rows_failure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A path dies and heals under load; then all paths die for a while."""
+    small = 64 << 10
+    with netlab.Lab(rate=args.rate / 2, paths=2) as lab:
+        with ranks_in(lab, 2, net="udp", options={"ports": 1}) as ranks:
+            ranks.start("stream", small, 4.0)
+            start = time.monotonic()
+            time.sleep(1.0)
+            lab.set_up(1, up=False)
+            died = time.monotonic()
+            time.sleep(1.5)
+            lab.set_up(1, up=True)
+            healed = time.monotonic()
+            (times, _), _ = ranks.finish()
+        gaps = [(b - a, a) for a, b in itertools.pairwise(times)]
+
+        def rate_in(low: float, high: float) -> float:
+            return sum(low <= t < high for t in times) * small * 8 / (high - low) / 1e6
+
+        half = rate_in(start + 0.3, died) / 2
+        back = next(
+            (t for t in times if t > healed and rate_in(t, t + 0.1) > 1.5 * half), float("nan")
+        )
+        yield {
+            "title": "one of two paths dies for 1.5 s",
+            "before_mbps": rate_in(start + 0.3, died),
+            "during_mbps": rate_in(died + 0.1, healed),
+            "longest_gap_ms": max(g for g, at in gaps if died - 0.1 < at < healed) * 1e3,
+            "used_again_after_ms": (back - healed) * 1e3,
+        }
+        with ranks_in(lab, 2, net="udp", options={"ports": 1}) as ranks:
+            ranks.start("stream", small, 6.0)
+            time.sleep(1.0)
+            for path in (0, 1):
+                lab.set_up(path, up=False)
+            time.sleep(3.0)
+            for path in (0, 1):
+                lab.set_up(path, up=True)
+            healed = time.monotonic()
+            (times, _), _ = ranks.finish()
+        first = next(t for t in times if t > healed)
+        yield {
+            "title": "both paths die for 3 s",
+            "messages": len(times),
+            "resumed_after_ms": (first - healed) * 1e3,
+        }
+
+
+def rows_incast(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Eight senders of 4 MiB each into one port."""
+    nbytes, senders = 4 << 20, 8
+    with netlab.Lab(hosts=senders + 1, rate=args.rate) as lab:
+        payload = (1500 - 72) / (1500 + ETHERNET_BYTES)
+        ideal = senders * nbytes * 8 / (args.rate * payload)
+        for name, spec in (
+            ("udp", {"net": "udp", "options": {"ports": 1, "credit": False}}),
+            ("tcp cubic", {"net": "tcp", "streams": 1}),
+        ):
+            found = []
+            for _ in range(args.rounds):
+                before = lab.counters(0)
+                with ranks_in(lab, senders + 1, nbytes=nbytes, **spec) as ranks:
+                    ranks.call("prepare_incast", nbytes)
+                    times = ranks.call("incast", nbytes)[0][0]
+                    paths = [p for each in ranks.call("paths")[0][1:] for p in each]
+                after = lab.counters(0)
+                rates = [1 / t for t in times]
+                jain = sum(rates) ** 2 / (len(rates) * sum(r * r for r in rates))
+                sent = max(1, sum(p["sent_packets"] for p in paths))
+                found.append(
+                    {
+                        "over_ideal": max(times) / ideal,
+                        "jain": jain,
+                        "queue_drops": after["queue_drops"] - before["queue_drops"],
+                        "resent_share": sum(p["resent"] for p in paths) / sent,
+                    }
+                )
+            middle = sorted(found, key=lambda f: f["over_ideal"])[len(found) // 2]
+            yield {"title": f"incast of 8, {name}", **middle}
+
+
+def rows_cpu(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Processor time per GB, packets of 1500 bytes cut before the wire and jumbo frames."""
+    for mtu in (1500, 9000):
+        with netlab.Lab(rate=0, mtu=mtu) as lab:
+            row: dict[str, Any] = {"title": f"cpu, MTU {mtu}, no limit of rate"}
+            for _ in range(args.rounds):
+                for protection in ("mac", "aead", "none"):
+                    found = udp_rate(lab, args.seconds, ports=1, protection=protection)
+                    row.setdefault(f"udp {protection}", []).append(found)
+                row.setdefault("tcp", []).append(udp_rate(lab, args.seconds, net="tcp"))
+                row.setdefault("iperf3", []).append(iperf_rate(lab, args.seconds, "cubic", 1))
+            for name in list(row)[1:]:
+                row[name] = median_of(row[name])
+            yield row
+
+
+ROWS: dict[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = {
+    "one": rows_one,
+    "four": rows_four,
+    "slow": rows_slow,
+    "tail": rows_tail,
+    "failure": rows_failure,
+    "incast": rows_incast,
+    "cpu": rows_cpu,
+}
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 3)
+    if isinstance(value, dict):
+        return {k: rounded(v) for k, v in value.items()}
+    return [rounded(v) for v in value] if isinstance(value, list) else value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--rate", type=float, default=500e6, help="bits per second, all paths")
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--congestion", default="swift")
+    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
+    args = parser.parse_args()
+    if reason := netlab.missing():
+        parser.error(f"cannot make the network: {reason}")
+    idle = os.times()
+    found = []
+    for name in args.rows:
+        for row in ROWS[name](args):
+            found.append(rounded(row))
+            print(json.dumps(found[-1]), flush=True)
+    taken = os.times()
+    load = os.getloadavg()[0]
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        settings = {k: v for k, v in vars(args).items() if k not in ("out",)}
+        machine = {"cores": os.cpu_count(), "kernel": os.uname().release, "load": round(load, 1)}
+        busy = taken.elapsed - idle.elapsed
+        document = {"settings": settings, "machine": machine, "seconds": busy, "rows": found}
+        args.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+        lines = [f"# {args.out.parent.name} {args.out.name}", "", f"{machine}", ""]
+        lines += [f"- `{json.dumps(row)}`" for row in found]
+        args.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""UDP transport between namespaces: the conformance kit with loss, paths that die and heal."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from miraccl.transport.base import DatagramOptions
+from miraccl.transport.registry import UDP
+from tests.support import netlab
+from tests.transport.conformance import TransportConformance, World
+from tests.transport.socket_world import SLOT
+from tests.transport.test_datagram import build_rank
+
+pytestmark = [
+    pytest.mark.netns,
+    pytest.mark.skipif(bool(netlab.missing()), reason=netlab.missing() or "-"),
+]
+OPTIONS = DatagramOptions(ports=1)
+
+
+def build_between(lab: netlab.Lab, nranks: int, stack: ExitStack) -> World:
+    """Return ranks whose sockets are in the hosts of a lab."""
+    world = World(transports={})
+    own = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    stack.callback(os.close, own)
+    for rank in range(nranks):
+        transport = build_rank(world, rank, addresses=lab.addresses(rank), options=OPTIONS)
+        netlab.enter(lab.host(rank))
+        try:
+            transport.setup()
+        finally:
+            netlab._libc.setns(own, netlab.CLONE_NEWNET)
+    return world
+
+
+@pytest.fixture
+def make_lab() -> Iterator[Callable[..., netlab.Lab]]:
+    with ExitStack() as stack:
+
+        def make(**options: Any) -> netlab.Lab:
+            try:
+                return stack.enter_context(netlab.Lab(**options))
+            except OSError as error:
+                pytest.skip(f"no network namespaces here: {error}")
+
+        yield make
+
+
+class TestDatagramWithLoss(TransportConformance):
+    """1 % of the packets are lost, in both directions."""
+
+    spec = UDP
+
+    @pytest.fixture(scope="class")
+    def lab(self) -> Iterator[netlab.Lab]:
+        try:
+            with netlab.Lab(hosts=3, loss=0.01) as lab:
+                yield lab
+        except OSError as error:
+            pytest.skip(f"no network namespaces here: {error}")
+
+    @pytest.fixture(autouse=True)
+    def use(self, lab: netlab.Lab) -> Iterator[None]:
+        with ExitStack() as stack:
+            self.lab_, self.stack = lab, stack
+            yield
+
+    def build(self, nranks: int) -> World:
+        return build_between(self.lab_, nranks, self.stack)
+
+
+def test_a_path_that_dies_is_left_and_used_again(make_lab: Callable[..., netlab.Lab]) -> None:
+    lab = make_lab(paths=2)
+    with ExitStack() as stack:
+        world = build_between(lab, 2, stack)
+        stack.callback(world.close)
+        world.connect()
+        engine = world.transports[0]._proxy
+        way = world.way(0, 1)
+
+        def states() -> list[str]:
+            way.post(b"x" * SLOT)
+            assert way.take()[0] == b"x" * SLOT
+            time.sleep(0.002)
+            return [report.state for report in engine.paths()]
+
+        world.wait(lambda: states() == ["open", "open"])
+        lab.set_up(1, up=False)
+        world.wait(lambda: states()[1] != "open")
+        assert states()[0] == "open"
+        lab.set_up(1, up=True)
+        world.wait(lambda: states() == ["open", "open"])
