@@ -171,6 +171,8 @@ def test_random_networks_give_the_same_decisions(seed: int) -> None:
             jitter=draw.choice((0, 300 * US)),
             duplicate=draw.choice((0, 0.05)),
             dead=draw.choice(((0, 0), (2 * MS, 80 * MS))),
+            mtu=draw.choice((1 << 16, 1 << 16, 1300)),
+            mtu_until=200 * MS,
         )
         for _ in range(draw.choice((1, 1, 2, 4)))
     ]

@@ -10,7 +10,7 @@ from miraccl.proxy.kernels import flow_layout as layout
 from miraccl.transport.fifo import PrivateMemory, memory_at
 from miraccl.wire.datagram.control import controller
 from miraccl.wire.datagram.flow_records import FlowConfig
-from miraccl.wire.datagram.path import PACKET_THRESHOLD, PROBE_FIRST_NS
+from miraccl.wire.datagram.path import MTU_PROBE_FIRST_NS, PACKET_THRESHOLD, PROBE_FIRST_NS
 from miraccl.wire.datagram.rtt import INITIAL_NS
 
 _CONTROL_FUNCTIONS = {
@@ -57,7 +57,8 @@ class FlowMemory:
         words = {
             layout.PATH_INDEX: index,
             layout.PATH_MTU: self.config.mtu,
-            layout.PATH_BASE_MTU: self.config.mtu,
+            layout.PATH_FULL_MTU: self.config.mtu,
+            layout.PATH_MTU_PROBE_INTERVAL: MTU_PROBE_FIRST_NS,
             layout.PATH_MAX_IN_FLIGHT: self.config.max_in_flight,
             layout.PATH_SMOOTHED: INITIAL_NS,
             layout.PATH_VARIATION: INITIAL_NS // 2,

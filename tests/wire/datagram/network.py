@@ -37,6 +37,9 @@ class PathModel:
     jitter: int = 0
     duplicate: float = 0.0
     corrupt: float = 0.0
+    #: Largest UDP payload that gets through, until a time in ns.
+    mtu: int = 1 << 16
+    mtu_until: int = 1 << 62
     #: [start, stop) in ns during which nothing is delivered, and the sides whose packets are
     #: dropped.
     dead: tuple[int, int] = (0, 0)
@@ -147,7 +150,8 @@ class Network:
         self.sent[side] += 1
         model, draw = self.paths[out.path], self.random.random
         dead = model.dead[0] <= self.now < model.dead[1] and side in model.dead_sides
-        if dead or draw() < model.loss:
+        vanishes = out.size > model.mtu and self.now < model.mtu_until
+        if dead or vanishes or draw() < model.loss:
             self.dropped[side] += 1
             return
         key = side, out.path

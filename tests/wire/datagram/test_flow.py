@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from miraccl.wire.datagram.control import CONTROLLERS
 from miraccl.wire.datagram.flow import DatagramFlow
+from miraccl.wire.datagram.packets import MIN_MTU
 from tests.wire.datagram.network import MS, SECOND, US, Network, PathModel
 
 MEBI = 1 << 20
@@ -163,3 +164,16 @@ def test_any_network_that_delivers_now_and_then_finishes(
         got = [d for _, s, d in net.sides[1 - side].received if s == stream]
         assert got == sent
     assert sum(s.acknowledged for s in net.sides) == len(sizes)
+
+
+def test_packets_shrink_on_a_path_that_swallows_large_ones_and_grow_again() -> None:
+    network = Network([PathModel(mtu=1300, mtu_until=1 * SECOND)])
+    network.submit(0, 0, bytes(range(256)) * 4000)
+    network.run()
+    path = network.sides[0].flow.paths[0]
+    assert path.mtu == MIN_MTU
+    assert network.sides[1].received[0][2] == bytes(range(256)) * 4000
+    network.now = max(network.now, 2 * SECOND)
+    network.submit(0, 0, bytes(300_000))
+    network.run()
+    assert path.mtu == network.sides[0].flow.config.mtu

@@ -27,11 +27,11 @@ from miraccl.native.intrinsics import (
 )
 from miraccl.proxy.kernels import flow_layout as layout
 from miraccl.proxy.kernels import link_layout
-from miraccl.proxy.kernels.flow_path import path_of
+from miraccl.proxy.kernels.flow_path import path_of, shrink
 from miraccl.proxy.kernels.flow_receive import KIND_DATA, KIND_HEADED, receive
 from miraccl.proxy.kernels.flow_send import FRAME_BYTES, head_of, next_packet
 from miraccl.proxy.kernels.link_io import EINTR, SYS_RECVMSG, SYS_SENDMSG, last_errno
-from miraccl.wire.datagram.packets import DATA_BYTES, HEADER_BYTES, MIN_MTU, TAG_BYTES, VERSION
+from miraccl.wire.datagram.packets import DATA_BYTES, HEADER_BYTES, TAG_BYTES, VERSION
 
 SYS_PPOLL = 73 if platform.machine() == "aarch64" else 271
 MSG_DONTWAIT, MSG_NOSIGNAL = 0x40, 0x4000
@@ -264,7 +264,7 @@ def flush(port: int, flow: int, index: int) -> None:
         sent = load(path + layout.PATH_SENT_BYTES) + load(group + layout.GROUP_TOTAL)
         store(path + layout.PATH_SENT_BYTES, sent)
     elif errno == EMSGSIZE:  # the interface carries less than it says
-        store(path + layout.PATH_MTU, MIN_MTU)
+        shrink(path, now_ns(port))
     if errno != 0:  # the packets count as lost
         store(port + layout.PORT_DROPPED, load(port + layout.PORT_DROPPED) + count)
         store(path + layout.PATH_SEND_ERRORS, load(path + layout.PATH_SEND_ERRORS) + 1)

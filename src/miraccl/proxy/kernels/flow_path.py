@@ -7,6 +7,7 @@ from miraccl.proxy.kernels import flow_layout as layout
 from miraccl.proxy.kernels import ranges
 from miraccl.wire.datagram import path as spec
 from miraccl.wire.datagram.control.base import RATE, SECOND, WINDOW
+from miraccl.wire.datagram.packets import MIN_MTU
 from miraccl.wire.datagram.rtt import SETTLED
 
 MIN_LOSS_DELAY_NS = spec.MIN_LOSS_DELAY_NS
@@ -14,6 +15,8 @@ MIN_PROBE_TIMEOUT_NS, MAX_PROBE_TIMEOUT_NS = spec.MIN_PROBE_TIMEOUT_NS, spec.MAX
 PROBE_FIRST_NS, PROBE_LAST_NS = spec.PROBE_FIRST_NS, spec.PROBE_LAST_NS
 DEAD_AFTER, BURST_NS, ACK_EVERY = spec.DEAD_AFTER, spec.BURST_NS, spec.ACK_EVERY
 ACK_DELAY_NS, MAX_THRESHOLD = spec.ACK_DELAY_NS, spec.MAX_PACKET_THRESHOLD
+BLACK_HOLE_AFTER = spec.BLACK_HOLE_AFTER
+MTU_PROBE_FIRST_NS, MTU_PROBE_LAST_NS = spec.MTU_PROBE_FIRST_NS, spec.MTU_PROBE_LAST_NS
 REMEMBERED, IN_FLIGHT_LIMIT = spec.REMEMBERED, spec.REMEMBERED - spec.PROBE_ROOM
 
 
@@ -190,6 +193,8 @@ def after_acknowledgement(
     store(path + layout.PATH_PROBE_INTERVAL, PROBE_FIRST_NS)
     store(path + layout.PATH_DELIVERED, load(path + layout.PATH_DELIVERED) + nbytes)
     store(path + layout.PATH_ACKED_BYTES, load(path + layout.PATH_ACKED_BYTES) + nbytes)
+    mtu = max(load(path + layout.PATH_MTU), load(newest + layout.SENT_SIZE))
+    store(path + layout.PATH_MTU, mtu)
     number, time = load(newest + layout.SENT_NUMBER), load(newest + layout.SENT_TIME)
     if number > load(path + layout.PATH_LARGEST_ACKED):
         store(path + layout.PATH_LARGEST_ACKED, number)
@@ -227,7 +232,8 @@ def report_lost(path: int, now: int, count: int, nbytes: int, newest_time: int) 
     """Count lost packets; a path that carries probes only says nothing about congestion."""
     store(path + layout.PATH_LOST_PACKETS, load(path + layout.PATH_LOST_PACKETS) + count)
     store(path + layout.PATH_LOST_BYTES, load(path + layout.PATH_LOST_BYTES) + nbytes)
-    if load(path + layout.PATH_STATE) <= layout.SUSPECT:
+    tried = count == 1 and nbytes > load(path + layout.PATH_MTU)
+    if load(path + layout.PATH_STATE) <= layout.SUSPECT and not tried:
         call6(
             load(path + layout.PATH_LOST_FN),
             path + layout.PATH_CONTROL,
@@ -259,6 +265,21 @@ def path_timer(path: int) -> int:
     if loss == 0:
         return timeout
     return loss if timeout == 0 else min(loss, timeout)
+
+
+@inline
+def shrink(path: int, now: int) -> None:
+    """Send packets that every path carries from now on, and probe for the full size later."""
+    if load(path + layout.PATH_MTU) > MIN_MTU:
+        store(path + layout.PATH_MTU, MIN_MTU)
+        store(path + layout.PATH_MTU_PROBE_INTERVAL, MTU_PROBE_FIRST_NS)
+        store(path + layout.PATH_MTU_PROBE_AT, now + MTU_PROBE_FIRST_NS)
+
+
+@inline
+def is_shrunk(path: int) -> bool:
+    """Return True if the path is open and its packets have shrunk."""
+    return usable(path) and load(path + layout.PATH_MTU) < load(path + layout.PATH_FULL_MTU)
 
 
 # ---- packets received

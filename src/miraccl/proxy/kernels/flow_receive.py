@@ -14,6 +14,7 @@ from miraccl.native.intrinsics import (
 from miraccl.proxy.kernels import flow_layout as layout
 from miraccl.proxy.kernels import link_layout, ranges
 from miraccl.proxy.kernels.flow_path import (
+    BLACK_HOLE_AFTER,
     DEAD_AFTER,
     MIN_LOSS_DELAY_NS,
     PROBE_FIRST_NS,
@@ -30,6 +31,7 @@ from miraccl.proxy.kernels.flow_path import (
     path_timer,
     report_lost,
     sent_at,
+    shrink,
     timeout_at,
     usable,
 )
@@ -290,6 +292,8 @@ def path_on_timer(flow: int, path: int, now: int) -> None:
     store(path + layout.PATH_PROBES, 2)
     store(path + layout.PATH_LAST_ELICITING, now)
     store(path + layout.PATH_STATE, layout.SUSPECT)
+    if timeouts == BLACK_HOLE_AFTER:
+        shrink(path, now)
     if timeouts >= DEAD_AFTER:
         lose_all(flow, path, now)
         control, mtu = path + layout.PATH_CONTROL, load(path + layout.PATH_MTU)

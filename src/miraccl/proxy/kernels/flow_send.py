@@ -6,9 +6,11 @@ from miraccl.native.intrinsics import inline, load, store, store8, store32, stor
 from miraccl.proxy.kernels import flow_layout as layout
 from miraccl.proxy.kernels import link_layout, ranges
 from miraccl.proxy.kernels.flow_path import (
+    MTU_PROBE_LAST_NS,
     REMEMBERED,
     expected_finish,
     has_room,
+    is_shrunk,
     on_sent,
     path_of,
     path_timer,
@@ -327,6 +329,27 @@ def sent_record(path: int, position: int) -> int:
 
 
 @inline
+def mtu_probe(flow: int, now: int, path: int, out: int) -> int:
+    """Build a packet of the full size of a path whose packets have shrunk."""
+    interval = load(path + layout.PATH_MTU_PROBE_INTERVAL)
+    store(path + layout.PATH_MTU_PROBE_AT, now + interval)
+    store(path + layout.PATH_MTU_PROBE_INTERVAL, min(2 * interval, MTU_PROBE_LAST_NS))
+    target = out + layout.OUT_CONTROL
+    padding = load(path + layout.PATH_FULL_MTU) - HEADER_BYTES - TAG_BYTES - PROBE_BYTES
+    store8(target, KIND_PROBE)
+    store32(target + 1, padding | load(path + layout.PATH_INDEX) << 16)
+    for i in range(padding):
+        store8(target + PROBE_BYTES + i, 0)
+    store(out + layout.OUT_NCONTROL, PROBE_BYTES + padding)
+    store(out + layout.OUT_NSEGMENTS, 0)
+    due = load(flow + layout.FLOW_GRANT_DUE)  # this packet has no room for a grant
+    store(flow + layout.FLOW_GRANT_DUE, 0)
+    sent = emit(flow, now, path, out, 0, True, 1)
+    store(flow + layout.FLOW_GRANT_DUE, due)
+    return sent
+
+
+@inline
 def reply_path(flow: int) -> int:
     """Return the path on which the last packet arrived, unless it is known to fail."""
     path = path_of(flow, load(flow + layout.FLOW_ARRIVED_ON))
@@ -357,6 +380,8 @@ def next_packet(flow: int, now: int, out: int) -> int:
         path = path_of(flow, index)
         if load(path + layout.PATH_PROBES) != 0:
             return probe_packet(flow, now, path, out)
+        if is_shrunk(path) and now >= load(path + layout.PATH_MTU_PROBE_AT):
+            return mtu_probe(flow, now, path, out)
         if load(path + layout.PATH_PENDING) != 0 and load(path + layout.PATH_DUE) <= now:
             due = True
     if has_data(flow):
@@ -383,6 +408,10 @@ def flow_timer(flow: int, now: int) -> int:
             soonest = at
         if load(path + layout.PATH_PENDING) != 0:
             at = load(path + layout.PATH_DUE)
+            if soonest == 0 or at < soonest:
+                soonest = at
+        if is_shrunk(path):
+            at = load(path + layout.PATH_MTU_PROBE_AT)
             if soonest == 0 or at < soonest:
                 soonest = at
         if waits and usable(path) and has_room(path, load(path + layout.PATH_MTU)):

@@ -315,6 +315,7 @@ class DatagramFlow:
         """Time at which ``on_timer`` or ``next_packet`` has something to do; 0 for none."""
         times = [t for path in self.paths if (t := path.timer())]
         times += [p.received.due for p in self.paths if p.received.pending]
+        times += [p.mtu_probe_at for p in self.paths if p.usable and p.mtu < p.full_mtu]
         if self._has_data():
             times += [p.release_time(now) for p in self.paths if p.usable and p.has_room(p.mtu)]
         return max(now, min(times)) if times else 0
@@ -351,6 +352,8 @@ class DatagramFlow:
         for path in self.paths:
             if path.probes:
                 return self._probe(now, path)
+            if path.wants_mtu_probe(now):
+                return self._mtu_probe(now, path)
         if self._has_data() and (chosen := self._choose_path(now)) is not None:
             return self._data_packet(now, chosen)
         if self._grant_due and (chosen := self._choose_path(now)) is not None:
@@ -414,6 +417,13 @@ class DatagramFlow:
         if not segments:
             records += (Probe(0, path.index),)
         return self._emit(now, path, records, segments, spans, limited=True, probe=True)
+
+    def _mtu_probe(self, now: int, path: FlowPath) -> OutgoingPacket:
+        """Build a packet of the full size of a path whose packets have shrunk."""
+        path.take_mtu_probe(now)
+        padding = path.full_mtu - HEADER_BYTES - TAG_BYTES - PROBE_BYTES
+        records = (Probe(padding, path.index),)
+        return self._emit(now, path, records, (), [], limited=True, probe=True)
 
     def _ack_packet(self, now: int) -> OutgoingPacket:
         path = self._reply_path()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from miraccl.wire.datagram.control import RATE, WINDOW, AckSample, Controller
 from miraccl.wire.datagram.control.base import SECOND
-from miraccl.wire.datagram.packets import MAX_ACK_RANGES, Ack
+from miraccl.wire.datagram.packets import MAX_ACK_RANGES, MIN_MTU, Ack
 from miraccl.wire.datagram.path_states import PATH_TABLE, PathState
 from miraccl.wire.datagram.ranges import RangeSet
 from miraccl.wire.datagram.rtt import RttEstimator
@@ -31,6 +31,11 @@ PROBE_FIRST_NS, PROBE_LAST_NS = 20_000_000, 200_000_000
 BURST_NS = 500_000
 #: An acknowledgement waits for this many packets or this long.
 ACK_EVERY, ACK_DELAY_NS = 2, 200_000
+#: Probe timeouts in a row after which packets shrink to what every path carries (RFC 8899, 4.3).
+BLACK_HOLE_AFTER = 2
+#: Interval of probes for the full packet size on a path whose packets have shrunk, doubled from
+#: first to last.
+MTU_PROBE_FIRST_NS, MTU_PROBE_LAST_NS = 500_000_000, 60_000_000_000
 #: Packets that must be acknowledged and are remembered: in flight, or declared lost and perhaps
 #: only late.  The window leaves room for probes, which it does not bound.
 REMEMBERED, PROBE_ROOM = 2048, 64
@@ -126,7 +131,8 @@ class FlowPath:
     def __init__(
         self, index: int, controller: Controller, mtu: int, max_in_flight: int = 1 << 30
     ) -> None:
-        self.index, self.mtu = index, mtu
+        self.index, self.mtu, self.full_mtu = index, mtu, mtu
+        self.mtu_probe_at, self._mtu_probe_interval = 0, MTU_PROBE_FIRST_NS
         self.max_in_flight = max_in_flight
         self.state = PathState.OPEN
         self.rtt = RttEstimator()
@@ -226,6 +232,22 @@ class FlowPath:
         self.state, self.probes = PathState.PROBING, 1
         self._probe_at = now + self._probe_interval
 
+    def shrink(self, now: int) -> None:
+        """Send packets that every path carries from now on, and probe for the full size later."""
+        if self.mtu > MIN_MTU:
+            self.mtu = MIN_MTU
+            self._mtu_probe_interval = MTU_PROBE_FIRST_NS
+            self.mtu_probe_at = now + MTU_PROBE_FIRST_NS
+
+    def wants_mtu_probe(self, now: int) -> bool:
+        """Return True if a packet of the full size is to be tried now."""
+        return self.usable and self.mtu < self.full_mtu and now >= self.mtu_probe_at
+
+    def take_mtu_probe(self, now: int) -> None:
+        """Schedule the next such packet."""
+        self.mtu_probe_at = now + self._mtu_probe_interval
+        self._mtu_probe_interval = min(2 * self._mtu_probe_interval, MTU_PROBE_LAST_NS)
+
     # ---- acknowledgements and losses
 
     def on_ack(self, now: int, ack: Ack) -> tuple[list[SentPacket], list[SentPacket]]:
@@ -246,6 +268,7 @@ class FlowPath:
         self.timeouts = self.probes = 0
         self._probe_interval = PROBE_FIRST_NS
         newest = max(acked, key=lambda p: p.number)
+        self.mtu = max(self.mtu, newest.size)
         nbytes = sum(p.size for p in acked)
         self._delivered += nbytes
         self.acked_bytes += nbytes
@@ -319,7 +342,9 @@ class FlowPath:
         nbytes = sum(p.size for p in lost)
         self.lost_packets += len(lost)
         self.lost_bytes += nbytes
-        if self.state in (PathState.OPEN, PathState.SUSPECT):  # else it carries probes only
+        # a path in another state carries probes only; one packet that is too large says nothing
+        tried = len(lost) == 1 and nbytes > self.mtu
+        if self.state in (PathState.OPEN, PathState.SUSPECT) and not tried:
             self.controller.lost(self.control, now, nbytes, lost[-1].time, self.mtu)
 
     # ---- timers
@@ -352,6 +377,8 @@ class FlowPath:
             self.probes = 2
             self._last_eliciting = now
             self._move("probe timeout")
+            if self.timeouts == BLACK_HOLE_AFTER:
+                self.shrink(now)
             if self.timeouts >= DEAD_AFTER:
                 lost += self.abandon(now)
         return lost
