@@ -435,7 +435,7 @@ def rows_incast(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         payload = (1500 - 72) / (1500 + ETHERNET_BYTES)
         ideal = senders * nbytes * 8 / (args.rate * payload)
         for name, spec in (
-            ("udp", {"net": "udp", "options": {"ports": 1, "credit": False}}),
+            ("udp", {"net": "udp", "options": {"ports": 1}}),
             ("tcp cubic", {"net": "tcp", "streams": 1}),
         ):
             found = []

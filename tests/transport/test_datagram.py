@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,7 +87,7 @@ class TestDatagramReference(TransportConformance):
 
 
 def sockets(*rows: tuple[str, int]) -> list[SocketInfo]:
-    return [SocketInfo(host=h, port=p, mtu=1472, buffer_bytes=1 << 20) for h, p in rows]
+    return [SocketInfo(host=h, port=p, mtu=1472, share_bytes=1 << 20) for h, p in rows]
 
 
 def test_paths_are_numbered_alike_and_pair_addresses_of_one_network() -> None:
@@ -124,3 +125,46 @@ def test_a_rank_with_another_secret_is_named() -> None:
         build_rank(world, 1, timeout=0.3, secret=b"other")
         with pytest.raises(Exception, match=r"no answer from rank\(s\) [01]"):
             world.connect()
+
+
+def test_strangers_are_counted_and_get_no_answer() -> None:
+    world = build_world(2)
+    with world.cleanup, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        world.connect()
+        transport = world.transports[0]
+        assert isinstance(transport, DatagramTransport)
+        assert transport._info is not None
+        number = transport._info.connection + 1
+        port = transport._info.sockets[0].port
+        valid_name = b"\x10\0\0\0" + (number & 0xFFFFFFFF).to_bytes(4, "little")
+        for size in (1, 31, 32, 1400):
+            stranger.sendto(bytes(size), ("127.0.0.1", port))
+            stranger.sendto((valid_name + bytes(size))[:size], ("127.0.0.1", port))
+        engine = transport._proxy
+        assert isinstance(engine, DatagramEngine)
+        world.wait(lambda: engine.strangers == 8)
+        stranger.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            stranger.recv(100)
+        way = world.way(0, 1)
+        way.post(b"goes on")
+        assert way.take()[0] == b"goes on"
+        assert not world.losses[0]
+
+
+def test_a_closed_port_of_the_peer_makes_its_path_suspect() -> None:
+    world = build_world(2, options=DatagramOptions(ports=2))
+    with world.cleanup:
+        world.connect()
+        engine, transport = world.transports[0]._proxy, world.transports[1]
+        way = world.way(0, 1)
+
+        def states() -> list[str]:
+            way.post(b"x")
+            way.take()
+            return [report.state for report in engine.paths()]
+
+        world.wait(lambda: states() == ["open", "open"])
+        transport._sockets[1].close()
+        world.wait(lambda: states()[1] != "open")
+        assert states()[0] == "open"

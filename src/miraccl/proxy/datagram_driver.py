@@ -62,7 +62,7 @@ def flow_config(connection: DatagramConnection) -> FlowConfig:
         nstreams=NSTREAMS,
         mtu=min(path.mtu for path in connection.paths),
         congestion=connection.options.congestion,
-        max_in_flight=max(16 << 10, min(p.buffer_bytes for p in connection.paths) // 4),
+        max_in_flight=min(path.share_bytes for path in connection.paths),
     )
 
 

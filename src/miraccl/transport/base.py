@@ -225,7 +225,6 @@ class DatagramOptions:
         congestion: Name of the congestion controller (``wire.datagram.control``).
         protection: Value of ``wire.datagram.seal.Protection``.
         mtu: UDP payload of a packet; 0 asks the kernel for the route's.
-        credit: Receivers bound what their senders have on the way.
         buffer_bytes: Kernel's send and receive buffer of each socket.
     """
 
@@ -233,7 +232,6 @@ class DatagramOptions:
     congestion: str = "swift"
     protection: str = "mac"
     mtu: int = 0
-    credit: bool = True
     buffer_bytes: int = 4 << 20
 
 
@@ -243,14 +241,14 @@ class DatagramPath:
 
     Attributes:
         mtu: UDP payload of a packet.
-        buffer_bytes: Receive buffer of the peer's socket.
+        share_bytes: Bytes that may be on their way: this rank's share of the peer's receive buffer.
     """
 
     socket: int
     host: str
     port: int
     mtu: int
-    buffer_bytes: int
+    share_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)

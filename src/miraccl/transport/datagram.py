@@ -56,23 +56,31 @@ CHECK_INTERVAL_S = 0.2
 POLL_INTERVAL_S = 0.0005
 #: Largest UDP payload: a packet is copied and checked as a whole, and a lost one is resent.
 MAX_MTU = 1 << 15
+#: Smallest share of a receive buffer: ten packets of 1500 bytes.
+MIN_SHARE_BYTES = 16 << 10
 #: linux/in.h, in6.h: path MTU discovery that ignores ICMP, and the MTU of a connected route.
 IP_MTU_DISCOVER, IP_PMTUDISC_PROBE, IP_MTU = 10, 3, 14
 IPV6_MTU_DISCOVER, IPV6_MTU = 23, 24
 #: asm-generic/socket.h: buffer beyond net.core.rmem_max, for processes with CAP_NET_ADMIN.
 SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
 #: linux/udp.h, asm-generic/socket.h, RFC 3168: ECN-capable transport.
+IP_RECVERR, IPV6_RECVERR = 11, 25
 UDP_GRO, SO_RXQ_OVFL, SO_TIMESTAMPNS, ECN_ECT0 = 104, 40, 35, 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class SocketInfo:
-    """One UDP socket of a rank; ``mtu`` is the payload that its interface carries."""
+    """One UDP socket of a rank.
+
+    Attributes:
+        mtu: Payload that its interface carries.
+        share_bytes: Bytes that each peer may have on their way to it.
+    """
 
     host: str
     port: int
     mtu: int
-    buffer_bytes: int
+    share_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +102,7 @@ class DatagramInfo:
     slot_bytes: int
 
     def encode(self) -> bytes:
-        rows = [[s.host, s.port, s.mtu, s.buffer_bytes] for s in self.sockets]
+        rows = [[s.host, s.port, s.mtu, s.share_bytes] for s in self.sockets]
         return json.dumps(
             [rows, self.nonce.hex(), self.connection, self.protection, self.slot_bytes]
         ).encode()
@@ -110,9 +118,9 @@ class DatagramInfo:
                         host=str(ipaddress.ip_address(host)),
                         port=int(port),
                         mtu=int(mtu),
-                        buffer_bytes=int(buffer_bytes),
+                        share_bytes=int(share_bytes),
                     )
-                    for host, port, mtu, buffer_bytes in rows
+                    for host, port, mtu, share_bytes in rows
                 ),
                 nonce=bytes.fromhex(nonce),
                 connection=int(connection),
@@ -170,6 +178,7 @@ class DatagramTransport(Transport):
         secret: Key of the job.
         job: Name of the communicator, mixed into the keys.
         slot_bytes: Size of a slot, a multiple of the page.
+        npeers: Ranks that this one will connect, which share its receive buffers.
         timeout: Seconds that bound each ``connect``, or a deadline of all of them.
         linger: Seconds in which ``close`` sends what was posted.
         check: Called while connecting; raises if a peer has died.
@@ -184,6 +193,7 @@ class DatagramTransport(Transport):
         job: bytes,
         slot_bytes: int = 1 << 19,
         options: DatagramOptions | None = None,
+        npeers: int = 1,
         timeout: float | Deadline = 60.0,
         linger: float = LINGER_S,
         check: Callable[[], None] = lambda: None,
@@ -193,7 +203,7 @@ class DatagramTransport(Transport):
         self._secret, self._job = secret, job
         self._slot_bytes = check_slot_bytes(slot_bytes)
         self._options = options or options_from_environment()
-        self._timeout, self._linger = timeout, linger
+        self._timeout, self._linger, self._npeers = timeout, linger, npeers
         self._sockets: list[socket.socket] = []
         self._info: DatagramInfo | None = None
         self._connected: dict[int, FifoPair] = {}
@@ -241,12 +251,21 @@ class DatagramTransport(Transport):
                 host=address.partition("%")[0],
                 port=int(sock.getsockname()[1]),
                 mtu=self._options.mtu or payload_mtu(address),
-                buffer_bytes=sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF),
+                share_bytes=self._share_of(sock),
             )
         except BaseException:
             sock.close()
             raise
         return sock, info
+
+    def _share_of(self, sock: socket.socket) -> int:
+        """Return each peer's share of a receive buffer.
+
+        All shares together fill half of it: the kernel counts its own structures too, up to as
+        much again. So packets are not lost for want of room, however many peers send.
+        """
+        nbytes = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+        return max(MIN_SHARE_BYTES, nbytes // (4 * max(1, self._npeers)))
 
     def connect(self, infos: Mapping[int, bytes]) -> dict[int, FifoPair]:
         """Connect to ranks; see ``Transport.connect``. Existing pairs are returned as they are."""
@@ -355,6 +374,7 @@ def _set_receive_options(sock: socket.socket) -> None:
         (socket.IPPROTO_IPV6, socket.IPV6_RECVTCLASS)
         if ipv6
         else (socket.IPPROTO_IP, socket.IP_RECVTOS),
+        (socket.IPPROTO_IPV6, IPV6_RECVERR) if ipv6 else (socket.IPPROTO_IP, IP_RECVERR),
         (socket.IPPROTO_IPV6, socket.IPV6_TCLASS) if ipv6 else (socket.IPPROTO_IP, socket.IP_TOS),
     ]
     for level, option in options:
@@ -434,7 +454,7 @@ def paths_between(
                     host=other.host,
                     port=other.port,
                     mtu=min(mine.mtu, other.mtu),
-                    buffer_bytes=other.buffer_bytes,
+                    share_bytes=other.share_bytes,
                 )
             )
     return tuple(paths[:MAX_PATHS])
@@ -462,6 +482,7 @@ def open_transport(context: TransportContext) -> DatagramTransport:
         secret=context.secret,
         job=context.job,
         slot_bytes=slot_bytes_for(len(context.peers), context.budget, context.max_slot_bytes),
+        npeers=len(context.peers),
         timeout=context.deadline,
         check=context.check,
     )

@@ -28,7 +28,7 @@ from miraccl.native.intrinsics import (
 from miraccl.proxy.kernels import flow_layout as layout
 from miraccl.proxy.kernels import link_layout
 from miraccl.proxy.kernels.flow_path import path_of, shrink
-from miraccl.proxy.kernels.flow_receive import KIND_DATA, KIND_HEADED, receive
+from miraccl.proxy.kernels.flow_receive import KIND_DATA, KIND_HEADED, note_change, receive
 from miraccl.proxy.kernels.flow_send import FRAME_BYTES, head_of, next_packet
 from miraccl.proxy.kernels.link_io import EINTR, SYS_RECVMSG, SYS_SENDMSG, last_errno
 from miraccl.wire.datagram.packets import DATA_BYTES, HEADER_BYTES, TAG_BYTES, VERSION
@@ -36,7 +36,11 @@ from miraccl.wire.datagram.packets import DATA_BYTES, HEADER_BYTES, TAG_BYTES, V
 SYS_PPOLL = 73 if platform.machine() == "aarch64" else 271
 MSG_DONTWAIT, MSG_NOSIGNAL = 0x40, 0x4000
 POLLOUT = 4
-EIO, EAGAIN, EINVAL, EMSGSIZE, ENOBUFS = 5, 11, 22, 90, 105
+EIO, EAGAIN, EINVAL, EMSGSIZE, ENOBUFS, ECONNREFUSED = 5, 11, 22, 90, 105, 111
+#: bits/socket.h, linux/in.h, in6.h: errors that ICMP reports for packets of a socket.
+MSG_ERRQUEUE, IP_RECVERR, IPV6_RECVERR = 0x2000, 11, 25
+ERRORS_PER_CALL = 64
+SOCKADDR_IN_BYTES = 16
 #: linux/udp.h, in.h, in6.h, asm-generic/socket.h.
 SOL_SOCKET, SOL_IP, SOL_IPV6, SOL_UDP = 1, 0, 41, 17
 SCM_TIMESTAMPNS = 35
@@ -274,8 +278,8 @@ def flush(port: int, flow: int, index: int) -> None:
 
 
 @inline
-def send_vectors(port: int, path: int, index: int, first: int, stop: int, segment: int) -> int:
-    """Send iovecs as one datagram, or as several of ``segment`` bytes; return 0 or errno."""
+def prepare_send(port: int, path: int, index: int, first: int, stop: int, segment: int) -> None:
+    """Describe a call of ``send_vectors`` to the kernel."""
     message = port + layout.PORT_MESSAGE
     store(message, path + layout.PATH_ADDRESS)
     store(message + 8, load(path + layout.PATH_ADDRESS_BYTES))
@@ -291,6 +295,13 @@ def send_vectors(port: int, path: int, index: int, first: int, stop: int, segmen
         store(control + 16, segment)
         store(message + 32, control)
         store(message + 40, CMSG_HEADER + 8)
+
+
+@inline
+def send_vectors(port: int, path: int, index: int, first: int, stop: int, segment: int) -> int:
+    """Send iovecs as one datagram, or as several of ``segment`` bytes; return 0 or errno."""
+    message = port + layout.PORT_MESSAGE
+    prepare_send(port, path, index, first, stop, segment)
     sockets = port + layout.PORT_SOCKETS
     fd = load(sockets + load(path + layout.PATH_SOCKET) * layout.SOCKET_BYTES)
     tries = 0
@@ -300,9 +311,15 @@ def send_vectors(port: int, path: int, index: int, first: int, stop: int, segmen
             return 0
         errno = last_errno()
         tries += 1
-        if tries > 3 or (errno != EAGAIN and errno != ENOBUFS and errno != EINTR):
+        if tries > 3:
             return errno
-        wait_writable(port, fd)
+        if errno == EAGAIN or errno == ENOBUFS:
+            wait_writable(port, fd)
+        elif errno == ECONNREFUSED:  # of an earlier packet, perhaps on another path
+            read_errors(port, load(path + layout.PATH_SOCKET))
+            prepare_send(port, path, index, first, stop, segment)
+        elif errno != EINTR:
+            return errno
 
 
 @inline
@@ -400,11 +417,60 @@ def read_control(port: int, socket: int) -> tuple[int, int, int]:
 
 
 @inline
-def receive_once(port: int, socket: int) -> bool:
-    """Receive in one call and process what came; False if nothing did."""
-    message, buffer = port + layout.PORT_MESSAGE, load(port + layout.PORT_BUFFER)
-    vector = port + layout.PORT_VECTOR
-    store(vector, buffer)
+def is_address(path: int, name: int) -> bool:
+    """Return True if a socket address is that of the peer's end of a path."""
+    address = path + layout.PATH_ADDRESS
+    if load(path + layout.PATH_ADDRESS_BYTES) == SOCKADDR_IN_BYTES:
+        return load(address) == load(name)
+    if load(address) & 0xFFFFFFFF != load(name) & 0xFFFFFFFF:
+        return False
+    return load(address + 8) == load(name + 8) and load(address + 16) == load(name + 16)
+
+
+@inline
+def on_unreachable(port: int, index: int, errno: int) -> None:
+    """Note an ICMP error for packets to an address: a hint, no proof."""
+    table, name = load(port + layout.PORT_HASH), port + layout.PORT_NAME
+    for i in range(load(port + layout.PORT_HASH_MASK) + 1):
+        flow = load(table + 16 * i + 8)
+        if flow != 0:
+            for k in range(load(flow + layout.FLOW_NPATHS)):
+                path = path_of(flow, k)
+                if load(path + layout.PATH_SOCKET) == index and is_address(path, name):
+                    store(path + layout.PATH_LAST_ERRNO, errno)
+                    if errno == EMSGSIZE:
+                        shrink(path, now_ns(port))
+                    elif load(path + layout.PATH_STATE) == layout.OPEN:
+                        store(path + layout.PATH_STATE, layout.SUSPECT)
+                        note_change(flow, path, layout.OPEN)
+
+
+@inline
+def read_errors(port: int, index: int) -> None:
+    """Read the error queue of a socket: each entry names where a packet was sent."""
+    message, control = port + layout.PORT_MESSAGE, port + layout.PORT_CONTROL
+    fd = load(port + layout.PORT_SOCKETS + index * layout.SOCKET_BYTES)
+    count = 0
+    while count < ERRORS_PER_CALL:
+        prepare_receive(port)
+        if syscall(SYS_RECVMSG, fd, message, MSG_ERRQUEUE | MSG_DONTWAIT, 0, 0, 0) < 0:
+            return
+        at, stop = control, control + load(message + 40)
+        while at + CMSG_HEADER <= stop and load(at) >= CMSG_HEADER:
+            level, kind = load32(at + 8), load32(at + 12)
+            if (level == SOL_IP and kind == IP_RECVERR) or (
+                level == SOL_IPV6 and kind == IPV6_RECVERR
+            ):
+                on_unreachable(port, index, load32(at + CMSG_HEADER))
+            at += (load(at) + 7) // 8 * 8
+        count += 1
+
+
+@inline
+def prepare_receive(port: int) -> None:
+    """Describe the receive buffers to the kernel."""
+    message, vector = port + layout.PORT_MESSAGE, port + layout.PORT_VECTOR
+    store(vector, load(port + layout.PORT_BUFFER))
     store(vector + 8, layout.BUFFER_BYTES)
     store(message, port + layout.PORT_NAME)
     store(message + 8, 128)
@@ -412,11 +478,21 @@ def receive_once(port: int, socket: int) -> bool:
     store(message + 24, 1)
     store(message + 32, port + layout.PORT_CONTROL)
     store(message + 40, layout.CONTROL_BYTES)
+
+
+@inline
+def receive_once(port: int, index: int) -> bool:
+    """Receive in one call and process what came; False if nothing did."""
+    message, buffer = port + layout.PORT_MESSAGE, load(port + layout.PORT_BUFFER)
+    socket = port + layout.PORT_SOCKETS + index * layout.SOCKET_BYTES
+    prepare_receive(port)
     store(port + layout.PORT_RECEIVES, load(port + layout.PORT_RECEIVES) + 1)
     got = syscall(SYS_RECVMSG, load(socket), message, MSG_DONTWAIT, 0, 0, 0)
     if got < 0:
         if last_errno() == EAGAIN:
             store(socket + layout.SOCKET_READABLE, 0)
+        else:
+            read_errors(port, index)
         return False
     segment, marked, age = read_control(port, socket)
     now = now_ns(port) - age
@@ -438,7 +514,7 @@ def receive_sockets(port: int) -> bool:
         socket = port + layout.PORT_SOCKETS + index * layout.SOCKET_BYTES
         calls = 0
         while calls < RECEIVES_PER_ROUND and load(socket + layout.SOCKET_READABLE) != 0:
-            if receive_once(port, socket):
+            if receive_once(port, index):
                 found = True
             calls += 1
     return found
