@@ -124,6 +124,10 @@ class ProcessFabric:
         for name, (transport, ranks) in opened.items():
             descriptions = {r: bytes.fromhex(infos[r].get(name, "")) for r in ranks}
             self.pairs.update(self._connect_transport(transport, descriptions))
+            for rank in ranks:
+                if text := transport.describe(rank):
+                    reason = f"{self.choices[rank].reason}; {text}"
+                    self.choices[rank] = replace(self.choices[rank], reason=reason)
         direct = {r for r, p in self.pairs.items() if not _progressed(p)}
         readable = (
             [] if params.CMA_DISABLE.read() else [r for r in direct if self.pairs[r].readable]

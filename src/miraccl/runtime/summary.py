@@ -14,7 +14,7 @@ def describe_rank(rank: int, choices: Mapping[int, TransportChoice], address: st
         choices: Transport of each peer.
         address: Address at which this rank listens.
     """
-    labels = {"shm": "shared memory", "tcp": f"TCP from {address}"}
+    labels = {"shm": "shared memory", "tcp": f"TCP from {address}", "udp": f"UDP from {address}"}
     parts = [
         f"{labels.get(name, name)} with {_list(peers)}" for name, peers in _by_name(choices).items()
     ]

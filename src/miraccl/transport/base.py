@@ -372,6 +372,10 @@ class Transport(abc.ABC):
         """
         return ()
 
+    def describe(self, peer: int) -> str:
+        """Return what users should know of the connection to a peer, "" for nothing."""
+        return ""
+
     def release(self) -> None:  # noqa: B027 (optional)
         """Free what only ``connect`` of peers needed; called when all ranks have connected."""
 

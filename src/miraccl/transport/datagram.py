@@ -207,6 +207,7 @@ class DatagramTransport(Transport):
         self._sockets: list[socket.socket] = []
         self._info: DatagramInfo | None = None
         self._connected: dict[int, FifoPair] = {}
+        self._paths: dict[int, Sequence[DatagramPath]] = {}
         self._closed = False
 
     def setup(self) -> bytes:
@@ -288,6 +289,7 @@ class DatagramTransport(Transport):
             self._proxy.detach(list(peers), linger=0.0)
             raise
         self._connected |= {c.peer: c.pair for c in connections}
+        self._paths |= {c.peer: c.paths for c in connections}
         return {rank: self._connected[rank] for rank in infos}
 
     def _wait_reached(self, peers: Mapping[int, DatagramInfo], deadline: Deadline) -> None:
@@ -340,6 +342,16 @@ class DatagramTransport(Transport):
             send_key=derive_key(self._secret, self._job, self.rank, peer, (own.nonce, info.nonce)),
             recv_key=derive_key(self._secret, self._job, peer, self.rank, (info.nonce, own.nonce)),
             options=self._options,
+        )
+
+    def describe(self, peer: int) -> str:
+        """Return the paths and settings of the connection to a peer."""
+        paths, options = self._paths[peer], self._options
+        smallest = min(path.mtu for path in paths)
+        return (
+            f"{len(paths)} path{'s' * (len(paths) > 1)}, congestion control {options.congestion}, "
+            f"protection {options.protection}, packets of {smallest} bytes, GPU data staged in "
+            "host memory over the same paths"
         )
 
     def close(self) -> None:
