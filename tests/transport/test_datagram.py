@@ -156,7 +156,11 @@ def test_a_closed_port_of_the_peer_makes_its_path_suspect() -> None:
     world = build_world(2, options=DatagramOptions(ports=2))
     with world.cleanup:
         world.connect()
-        engine, transport = world.transports[0]._proxy, world.transports[1]
+        first, second = world.transports[0], world.transports[1]
+        assert isinstance(first, DatagramTransport)
+        assert isinstance(second, DatagramTransport)
+        engine = first._proxy
+        assert isinstance(engine, DatagramEngine)
         way = world.way(0, 1)
 
         def states() -> list[str]:
@@ -165,6 +169,6 @@ def test_a_closed_port_of_the_peer_makes_its_path_suspect() -> None:
             return [report.state for report in engine.paths()]
 
         world.wait(lambda: states() == ["open", "open"])
-        transport._sockets[1].close()
+        second._sockets[1].close()
         world.wait(lambda: states()[1] != "open")
         assert states()[0] == "open"

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from miraccl.proxy.datagram_engine import DatagramEngine
 from miraccl.transport.base import DatagramOptions
+from miraccl.transport.datagram import DatagramTransport
 from miraccl.transport.registry import UDP
 from tests.support import netlab
 from tests.transport.conformance import TransportConformance, World
@@ -81,7 +83,10 @@ def test_a_path_that_dies_is_left_and_used_again(make_lab: Callable[..., netlab.
         world = build_between(lab, 2, stack)
         stack.callback(world.close)
         world.connect()
-        engine = world.transports[0]._proxy
+        transport = world.transports[0]
+        assert isinstance(transport, DatagramTransport)
+        engine = transport._proxy
+        assert isinstance(engine, DatagramEngine)
         way = world.way(0, 1)
 
         def states() -> list[str]:

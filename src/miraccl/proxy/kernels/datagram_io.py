@@ -57,7 +57,7 @@ COPY_BYTES = 256
 #: Time to wait for room in the socket's send buffer before packets count as lost.
 SEND_WAIT_NS = 2_000_000
 #: Calls per socket and packets per flow in one round.
-RECEIVES_PER_ROUND, PACKETS_PER_ROUND = 16, 128
+RECEIVES_PER_ROUND, PACKETS_PER_ROUND = 4, 128
 
 
 @inline
