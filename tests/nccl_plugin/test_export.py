@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 
 import pytest
@@ -26,6 +27,22 @@ def exchange(version: int, sizes: list[int]) -> tuple[list[int], list[int]]:
 
 def run_peer(pipe: object, version: int, sizes: list[int]) -> list[int]:
     return peer.transfer(pipe, version, sizes, sends=True)  # type: ignore[arg-type]
+
+
+def run_over(net: str, pipe: object, sizes: list[int], sends: bool) -> list[int]:
+    os.environ["MIRACCL_NET"] = net
+    return peer.transfer(pipe, 12, sizes, sends)  # type: ignore[arg-type]
+
+
+def test_messages_over_udp() -> None:
+    sizes = [0, 33, 65537, 1 << 20, 7]
+    ends = multiprocessing.Pipe()
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        sides = [
+            pool.apply_async(run_over, ("udp", end, sizes, sends))
+            for end, sends in zip(ends, (True, False), strict=True)
+        ]
+        assert [side.get(peer.TIMEOUT_S) for side in sides] == [sizes, sizes]
 
 
 @pytest.mark.parametrize("version", nccl_plugin.EXPORTED)
