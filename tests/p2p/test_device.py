@@ -1,9 +1,11 @@
-"""The kernel over extents on the emulator, and the tables that it gets."""
+"""The kernel over extents on the emulator, its tables, and transfers with the kernel emulated."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import miraccl
 from miraccl.p2p import device
+from miraccl.p2p.arrays import Memory
 from tests.gpu.emulator import compiled, machine_library, needs_compiler
 
 
@@ -73,3 +77,140 @@ def test_cutting_keeps_every_byte_in_order(rows: list[tuple[int, int, int]]) -> 
             assert piece[:2] == [src + done, dst + done]
             done += piece[2]
         assert done == nbytes
+
+
+class EmulatedCopier:
+    """Copier whose GPU memory is memory of this process, and whose kernel is the emulator's."""
+
+    def __init__(self) -> None:
+        self.gpu = self
+        self.running = True
+        self._kept: dict[int, Any] = {}
+
+    @contextlib.contextmanager
+    def device_guard(self) -> Iterator[None]:
+        yield
+
+    def export(self, address: int) -> bytes:
+        return address.to_bytes(8, "little")
+
+    def map(self, handle: bytes) -> int:
+        return int.from_bytes(handle, "little")
+
+    def upload(self, table: Any) -> int:
+        self._kept[table.ctypes.data] = table
+        return int(table.ctypes.data)
+
+    def make_event(self) -> Any:
+        return object()
+
+    def start(self, table: int, count: int, event: Any) -> None:
+        if count:
+            launch(self._kept[table], blocks=3)
+
+    def has_completed(self, event: Any) -> bool:
+        return self.running
+
+    def run(self, table: Any) -> None:
+        launch(np.ascontiguousarray(table), blocks=2)
+
+    def host_words(self, nbytes: int) -> tuple[Any, int, int]:
+        words = np.zeros(nbytes, np.uint8)
+        self._kept[words.ctypes.data] = words
+        return words, words.ctypes.data, words.ctypes.data
+
+    def free_host(self, address: int) -> None:
+        self._kept.pop(address, None)
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> EmulatedCopier:
+    made = EmulatedCopier()
+    monkeypatch.setattr(device, "copier", lambda ordinal: made)
+    return made
+
+
+def on_gpu(array: Any) -> Memory:
+    return Memory(
+        address=array.ctypes.data,
+        nbytes=array.nbytes,
+        shape=array.shape,
+        dtype="uint8",
+        writable=True,
+        device=0,
+        owner=array,
+    )
+
+
+def agents() -> tuple[miraccl.Agent, miraccl.Agent]:
+    return (
+        miraccl.Agent("target", secret="s", timeout=10),
+        miraccl.Agent("initiator", secret="s", timeout=10),
+    )
+
+
+@needs_compiler
+def test_gpu_to_gpu(emulated: EmulatedCopier, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, initiator = agents()
+    there, here = np.zeros((8, 64), np.uint8), np.arange(512, dtype=np.uint8).reshape(8, 64)
+    registration = target.register_memory(on_gpu(there), block_nbytes=64)
+    peer = initiator.connect(target.address)
+    monkeypatch.setattr(type(peer), "_local", lambda self, local, name, writes: on_gpu(local))
+    transfer = peer.writev(
+        here, registration.advertise(), src_blocks=[1, 2, 3], dst_blocks=[6, 0, 1], notify=b"n"
+    )
+    transfer.wait()
+    assert transfer.explain().method == "kernel"
+    assert (there[[6, 0, 1]] == here[1:4]).all()
+    note = target.wait_notification(5)
+    assert note is not None
+    assert note.data == b"n"
+    back = np.zeros_like(here)
+    peer.read(back, registration.advertise()).wait()
+    assert (back == there).all()
+    # The kernel holds the memory until it has ended.
+    emulated.running = False
+    running = peer.write(here, registration.advertise())
+    with pytest.raises(miraccl.TransferTimeout, match="still accesses"):
+        registration.deregister(0.01)
+    emulated.running = True
+    running.wait()
+    registration.deregister(5)
+    with pytest.raises(miraccl.StaleDescriptor):
+        peer.write(here, registration.describe()).wait()
+    for agent in (initiator, target):
+        agent.close()
+
+
+@needs_compiler
+@pytest.mark.parametrize("trust", ["job", "target"])
+def test_staged(emulated: EmulatedCopier, monkeypatch: pytest.MonkeyPatch, trust: str) -> None:
+    monkeypatch.setenv("MIRACCL_P2P_TRUST", trust)
+    target, initiator = agents()
+    there, here = np.zeros((8, 64), np.uint8), np.arange(512, dtype=np.uint8).reshape(8, 64)
+    blob = target.register(there).advertise()
+    peer = initiator.connect(target.address)
+    monkeypatch.setattr(type(peer), "_local", lambda self, local, name, writes: on_gpu(local))
+    transfer = peer.writev(here, blob, src_blocks=[1, 2, 7], dst_blocks=[6, 0, 1])
+    transfer.wait()
+    assert (there[[6, 0, 1]] == here[[1, 2, 7]]).all()
+    back = np.zeros_like(here)
+    reading = peer.readv(back, blob, src_blocks=[6, 0], dst_blocks=[3, 4], notify=b"read")
+    reading.wait()
+    assert reading.explain().method == "staged"
+    assert (back[[3, 4]] == there[[6, 0]]).all()
+    note = target.wait_notification(5)
+    assert note is not None
+    assert note.data == b"read"
+    for agent in (initiator, target):
+        agent.close()
+
+
+def test_gpu_memory_that_cannot_be_reached(emulated: EmulatedCopier) -> None:
+    target, initiator = agents()
+    registration = target.register_memory(on_gpu(np.zeros(64, np.uint8)))
+    peer = initiator.connect(target.address)
+    with pytest.raises(miraccl.InvalidUsage, match="is on a GPU, and local is not"):
+        peer.write(np.zeros(64, np.uint8), registration.advertise())
+    for agent in (initiator, target):
+        agent.close()

@@ -17,7 +17,6 @@ from miraccl.native.intrinsics import (
     inline,
     load,
     load_acquire,
-    sched_yield,
     store,
 )
 from miraccl.p2p import layout
@@ -31,6 +30,7 @@ from miraccl.p2p.kernels.sockets import (
     SYS_SENDMSG,
     add_vector,
     now_ns,
+    relax,
     transmit,
     wait_socket,
 )
@@ -49,7 +49,7 @@ def await_op(op: int, events: int, since: int, until: int) -> int:
     if now >= until:
         return 1
     if now - since < load(op + frames.OP_SPIN_NS):
-        sched_yield()
+        relax(now - since)
         return 0
     ready = wait_socket(load(op + frames.OP_FD), events, until - now, scratch)
     return 0 if ready >= 0 or ready == -EINTR else ready

@@ -20,7 +20,6 @@ from miraccl.native.intrinsics import (
     load_acquire,
     memcpy,
     memmove,
-    sched_yield,
     store,
     store_release,
 )
@@ -35,6 +34,7 @@ from miraccl.p2p.kernels.sockets import (
     SYS_SENDMSG,
     add_vector,
     now_ns,
+    relax,
     transmit,
     wait_socket,
 )
@@ -62,8 +62,9 @@ def end_access(stream: int) -> None:
 def await_socket(stream: int, events: int, since: int) -> int:
     """Wait for a socket: poll for a while after ``since``, then sleep. Returns minus errno or 0."""
     scratch = load(stream + frames.SERVE_SCRATCH)
-    if now_ns(scratch) - since < load(stream + frames.SERVE_SPIN_NS):
-        sched_yield()
+    elapsed = now_ns(scratch) - since
+    if elapsed < load(stream + frames.SERVE_SPIN_NS):
+        relax(elapsed)
         return 0
     ready = wait_socket(load(stream + frames.SERVE_FD), events, -1, scratch)
     return 0 if ready >= 0 or ready == -EINTR else ready
