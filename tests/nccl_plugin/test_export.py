@@ -12,6 +12,7 @@ from miraccl import nccl_plugin
 from miraccl.errors import InvalidUsage, SystemFailure
 from miraccl.native import nccl_net_abi
 from miraccl.native.nccl_net_plugin import NetPlugin, load_first
+from miraccl.tools.net.plugins import report
 
 from . import peer
 
@@ -76,3 +77,23 @@ def test_bad_input() -> None:
         load_first(["/nowhere.so"])
     with pytest.raises(InvalidUsage, match="ncclNetPlugin_v12"):
         NetPlugin("libm.so.6")
+    with pytest.raises(InvalidUsage, match="cannot use STATIC_PLUGIN as a network plugin"):
+        NetPlugin("STATIC_PLUGIN")
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(SystemFailure, match=r"plugin nosuch: nosuch: cannot open"):
+        NetPlugin("nosuch")
+
+
+def test_devices_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert report().devices == ()
+    path = nccl_plugin.export(set_environment=False).path
+    monkeypatch.setenv("MIRACCL_NET", f"plugin:{path}")
+    (device,) = report().devices
+    assert (device.kind, device.name, device.used) == ("plugin", "miraccl", True)
+    assert device.details["path"] == path
+    monkeypatch.setenv("MIRACCL_NET", "plugin:/nowhere.so")
+    (finding,) = report().findings
+    assert finding.status == "missing"
+    assert "/nowhere.so" in finding.found

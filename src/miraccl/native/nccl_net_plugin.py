@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ _LOGGER = ctypes.CFUNCTYPE(
     None, ctypes.c_int, ctypes.c_ulong, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p
 )
 _UNDEFINED_TRAFFIC_CLASS = -1
+STATIC_PLUGIN = "STATIC_PLUGIN"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,17 @@ class NetDevice:
     max_receives: int
 
 
+def _load(path: str) -> ctypes.CDLL:
+    """Open a plugin as NCCL does (``src/plugin/plugin_open.cc``)."""
+    if path == STATIC_PLUGIN:
+        return ctypes.CDLL(None)
+    if "/" not in path and ".so" not in path:
+        with suppress(OSError):
+            return ctypes.CDLL(f"libnccl-net-{path}.so")
+    with as_system_failure(f"cannot load the network plugin {path}"):
+        return ctypes.CDLL(path)
+
+
 def _log_format(level: int, flags: int, file: bytes, line: int, text: bytes) -> None:
     # The callback is variadic; only the format is passed on.
     log.info("plugin: %s", (text or b"").decode(errors="replace"))
@@ -62,7 +75,8 @@ class NetPlugin:
     """A loaded plugin.
 
     Args:
-        path: File of the shared object, or a name that the dynamic loader finds.
+        path: File of the shared object; a name ``x``, which also stands for ``libnccl-net-x.so``;
+            or ``STATIC_PLUGIN``, a plugin linked into this process.
         version: Version to use; by default the newest that the plugin has.
 
     Raises:
@@ -72,8 +86,7 @@ class NetPlugin:
 
     def __init__(self, path: str, version: int = 0) -> None:
         self.path = path
-        with as_system_failure(f"cannot load the network plugin {path}"):
-            self._library = ctypes.CDLL(path)
+        self._library = _load(path)
         wanted = (version,) if version else abi.VERSIONS
         for candidate in wanted:
             if hasattr(self._library, abi.symbol(candidate)):

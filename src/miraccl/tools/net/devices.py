@@ -70,10 +70,17 @@ def _hcas() -> DeviceReport:
     return report()
 
 
+def _plugins() -> DeviceReport:
+    from miraccl.tools.net.plugins import report
+
+    return report()
+
+
 #: Kinds of devices by name. Each provider imports what it needs when it is called.
 PROVIDERS: dict[str, Provider] = {
     "interfaces": _interfaces,
     "verbs": _hcas,
+    "plugins": _plugins,
 }
 
 
