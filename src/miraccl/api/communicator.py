@@ -16,13 +16,9 @@ from miraccl.api.one_sided import OneSided
 from miraccl.api.operations import SUM, Collectives
 from miraccl.api.sparse import SparseCollectives
 from miraccl.api.uneven import UnevenCollectives
-from miraccl.bootstrap.contract import Session
-from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.deadline import Deadline
 from miraccl.diagnosis import blocked_ops
 from miraccl.errors import MiracclError
-from miraccl.executor.cpu.kernels import layout
-from miraccl.planning.planner import Candidate
 from miraccl.runtime.aggregation import Aggregation, serve
 from miraccl.runtime.control import FINALIZE
 from miraccl.runtime.core import CommunicatorCore
@@ -31,13 +27,15 @@ from miraccl.runtime.options import CommunicatorOptions, Options
 from miraccl.runtime.rendezvous import join_by_id, start_deadline
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.runtime.shrink import shrink
-from miraccl.runtime.summary import describe_transports, explain_transports
 from miraccl.types import Collective, DType, Operator
 
 if TYPE_CHECKING:
+    from miraccl.bootstrap.contract import Session
+    from miraccl.bootstrap.unique_id import UniqueId
     from miraccl.executor.cuda.plan import DevicePlan
     from miraccl.planning.cost_model import CpuConstants
     from miraccl.planning.device_candidates import DeviceCandidate
+    from miraccl.planning.planner import Candidate
     from miraccl.runtime.fabric_contract import FabricFactory
     from miraccl.runtime.gpu.communicator import DeviceCommunicator
     from miraccl.runtime.multinode.communicator import MultiNodeCommunicator
@@ -153,11 +151,8 @@ class Communicator(
         self._device = self._background = None
         self._gpu_lock = threading.RLock()
         self._launch_orders = parent._launch_orders if parent else launch_orders
-        context = core.context
-        word = layout.CTX_LAST_RUN // 8
         #: Plan of the last operation on CPU memory; 0 if the last operation was on GPU memory.
-        self._cpu_plan = context.words.data[word : word + 1]
-        self._cpu_plan_address = context.address + layout.CTX_LAST_RUN
+        self._cpu_plan, self._cpu_plan_address = core.context.last_run_word()
         self._fast = core.fast_calls()
         self._splits = 0
         self._gpu_waits = 0  # waits of the application for the GPU so far
@@ -278,7 +273,7 @@ class Communicator(
         """
         kind, block_bytes, element = self._core.parse_explain_request(collective, nbytes, dtype)
         if str(device) == "cpu":
-            transports = describe_transports(self._core.fabric.choices)
+            transports = self._core.describe_transports()
             return [
                 replace(candidate, transports=transports)
                 for candidate in self._core.planner.candidates(kind, block_bytes, element)
@@ -293,7 +288,7 @@ class Communicator(
         Raises:
             CommunicatorClosed: The communicator was finalized.
         """
-        return "\n".join([self._core.describe(), *explain_transports(self._core.fabric.choices)])
+        return self._core.connection_summary()
 
     @property
     def last_plan(self) -> Candidate | DevicePlan | MultiNodePlan | None:

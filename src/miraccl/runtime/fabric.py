@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miraccl import params
 from miraccl.bootstrap.events import Event, PeerLeft, PeerLost
@@ -17,10 +17,8 @@ from miraccl.errors import BootstrapError, MiracclError, PeerDied, SystemFailure
 from miraccl.native import atomics
 from miraccl.runtime import net_status
 from miraccl.runtime.engine_state import ControlPage, open_context, wait_policy
-from miraccl.runtime.fabric_contract import AgreedConfig
 from miraccl.runtime.loss_notice import await_notice, run_after_notice
 from miraccl.runtime.rank_records import exchange_records, read_host_settings
-from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.runtime.window import WindowAllocator
 from miraccl.transport import registry
 from miraccl.transport.base import (
@@ -34,9 +32,13 @@ from miraccl.transport.base import (
     TransportContext,
 )
 from miraccl.transport.fifo import MAX_SLOT_BYTES, NSLOTS
-from miraccl.transport.registry import TransportChoice
 from miraccl.transport.shm import ShmTransport
 from miraccl.wire.proxy_records import Loss, LossKind
+
+if TYPE_CHECKING:
+    from miraccl.runtime.fabric_contract import AgreedConfig
+    from miraccl.runtime.setup_phases import SetupPhases
+    from miraccl.transport.registry import TransportChoice
 
 #: FIFO slot size to other hosts, and budget of all slots of one direction. A message costs the
 #: proxy some 100 us, so pieces are large.

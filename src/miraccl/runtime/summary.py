@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 
+from miraccl import trace
 from miraccl.transport.registry import TransportChoice
+
+_log = trace.logger("init")
+
+
+def log_rank(name: str, describe: Callable[[], str]) -> None:
+    """Log the connections of a rank of the communicator ``name``."""
+    if _log.isEnabledFor(logging.INFO):  # formatting takes time with many ranks
+        _log.info("%s: %s", name, describe())
 
 
 def describe_rank(rank: int, choices: Mapping[int, TransportChoice], address: str) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from miraccl.bootstrap.contract import Session
+from miraccl.diagnosis import blocked_ops
+from miraccl.diagnosis.detector import COUNTED_RANKS, deadlock_detector
 from miraccl.diagnosis.mismatch import describe_operation
 from miraccl.diagnosis.waits import (
     RankProgress,
@@ -44,6 +47,19 @@ class CoreWaitState:
         self.default_timeout_s = core.options.timeout
         self.open_transfers: Callable[[], list[tuple[int, bool]]] = self._open_transfers
         self.runs_in_background: Callable[[], bool] = self._has_background_work
+
+    def register(self) -> None:
+        """Report this rank's waits to the deadlock detector, from now until ``remove``."""
+        if 1 < self._core.nranks <= COUNTED_RANKS:  # beyond that, status queries take too long
+            self._core.context.set(layout.CTX_DETECTOR, deadlock_detector.start())
+            blocked_ops.providers.add(self)
+
+    def remove(self) -> None:
+        blocked_ops.providers.remove(self)
+
+    def blocked_in_control_op(self) -> AbstractContextManager[Any]:
+        """Return a context in which the calling thread waits for a control operation."""
+        return blocked_ops.BlockedScope(self.wait_for_control_op)
 
     @property
     def session(self) -> Session | None:

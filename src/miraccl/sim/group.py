@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from miraccl.clock import VirtualClock
-from miraccl.diagnosis.error_codec import departure_error
+from miraccl.diagnosis.error_codec import abort_error, departure_error
 from miraccl.errors import CollectiveTimeout, MiracclError
 from miraccl.ops.request import PlanRequest
 from miraccl.planning.cost_model import CommunicatorShape
@@ -130,6 +130,10 @@ class VirtualGroup:
         work.then(lambda: self.open.remove(entry))
         work.on_timeout = lambda: self._time_out(rank, work)
         return work
+
+    def abort(self, rank: int, reason: str) -> None:
+        """Break the communicator on behalf of ``rank``."""
+        self.fail(abort_error(rank, reason))
 
     def fail(self, error: MiracclError) -> None:
         """Break the communicator: operations in progress and later ones raise ``error``."""

@@ -5,32 +5,31 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 
 from miraccl.api.communicator import Communicator
-from miraccl.api.operations import SUM
 from miraccl.deadline import Deadline
-from miraccl.diagnosis.error_codec import abort_error
 from miraccl.errors import CommunicatorClosed, InvalidUsage, MiracclError
 from miraccl.fastpath.fast_calls import FastCalls
 from miraccl.ops.arguments import data_type, reject_stream
-from miraccl.ops.array_errors import MAX_BYTES
 from miraccl.ops.device_arrays import is_gpu_array
 from miraccl.ops.host_arrays import HostReader
 from miraccl.ops.prepare import PreparedOp, prepare
-from miraccl.ops.spec import OpSpec
-from miraccl.planning.cost_model import default_block_bytes
-from miraccl.planning.planner import Candidate
-from miraccl.runtime.core import CommunicatorCore
-from miraccl.runtime.exchange import Transfer
+from miraccl.runtime.explain_request import parse_explain_request
 from miraccl.runtime.forks import closed_reason
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.sim.collective import VirtualCollective
 from miraccl.sim.group import ControlExchange, VirtualGroup, VirtualWork
 from miraccl.sim.transfer_queue import Half, TransferQueue
-from miraccl.types import Collective, DType
+from miraccl.types import Collective, DType, RedOp
+
+if TYPE_CHECKING:
+    from miraccl.ops.spec import OpSpec
+    from miraccl.planning.planner import Candidate
+    from miraccl.runtime.core import CommunicatorCore
+    from miraccl.runtime.exchange import Transfer
 
 
 class VirtualCore:
@@ -167,19 +166,11 @@ class VirtualCore:
         self, collective: str | Collective, nbytes: int, dtype: Any
     ) -> tuple[Collective, int, DType]:
         """Validate the arguments of ``explain``; return (collective, block bytes, dtype)."""
-        name = (
-            collective.upper() if isinstance(collective, str) else getattr(collective, "name", "")
-        )
-        if name not in Collective.__members__ or name == "SEND_RECV":
-            raise InvalidUsage(f"unknown collective {collective!r}")
-        if not isinstance(nbytes, int | np.integer) or not 0 <= nbytes <= MAX_BYTES:
-            raise InvalidUsage(f"explain: nbytes is {nbytes!r}; allowed are 0 to {MAX_BYTES} bytes")
-        kind = Collective[name]
-        return kind, default_block_bytes(kind, int(nbytes), self.nranks), data_type(dtype)
+        return parse_explain_request(collective, nbytes, dtype, self.nranks)
 
     def abort(self, reason: str) -> None:
         if not self.closed:
-            self.group.fail(abort_error(self.rank, reason))
+            self.group.abort(self.rank, reason)
 
     def finalize(self) -> None:
         if self.closed:
@@ -263,7 +254,7 @@ class VirtualCommunicator(Communicator):
         collective: str | Collective,
         nbytes: int,
         dtype: Any = DType.FLOAT32,
-        op: Any = SUM,
+        op: Any = RedOp.SUM,
         *,
         device: Any = "cpu",
     ) -> list[Candidate]:

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from miraccl import clock, params, trace
 from miraccl.api.communicator import Communicator
-from miraccl.bootstrap.contract import Session
 from miraccl.bootstrap.dial import ControlPlaneUnreachable
 from miraccl.bootstrap.hub import HubServer, create_hub
 from miraccl.bootstrap.join import connect
 from miraccl.bootstrap.session import single_rank_session
 from miraccl.bootstrap.unique_id import UniqueId
-from miraccl.deadline import Deadline
 from miraccl.diagnosis.detector import PendingCreation
 from miraccl.errors import AuthenticationError, BootstrapError, MiracclError, PeerDied
 from miraccl.runtime.core_access import core_access
@@ -32,6 +30,10 @@ from miraccl.torch.failures import as_backend_errors
 from miraccl.torch.mixed_backends import OtherBackends, devices_of_call
 from miraccl.torch.process_group import ProcessGroupMiraccl
 from miraccl.torch.tensors import DEVICES, NAME
+
+if TYPE_CHECKING:
+    from miraccl.bootstrap.contract import Session
+    from miraccl.deadline import Deadline
 
 KEY = "miraccl/unique_id"
 _NONE, _FAILED = "none", "failed: "

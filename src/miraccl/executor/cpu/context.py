@@ -284,6 +284,11 @@ class Context:
     def set(self, place: int, value: int) -> None:
         self.words[place // 8] = value
 
+    def last_run_word(self) -> tuple[Any, int]:
+        """Return a view of the word with the address of the last run, and its address."""
+        word = layout.CTX_LAST_RUN // 8
+        return self.words.data[word : word + 1], self.address + layout.CTX_LAST_RUN
+
     @property
     def in_engine(self) -> bool:
         """True while a thread is in the engine."""

@@ -17,10 +17,9 @@ import ctypes
 import json
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miraccl import trace
-from miraccl.bootstrap.contract import Session
 from miraccl.diagnosis.detector import deadlock_detector
 from miraccl.diagnosis.error_codec import decode_error, encode_error
 from miraccl.diagnosis.stream_states import stream_states
@@ -40,10 +39,7 @@ from miraccl.executor.cuda.launch import KernelLaunch, Kernels, driver_addresses
 from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.message_launch import MessageLaunches
 from miraccl.executor.cuda.message_lowering import WarpQueueRules
-from miraccl.executor.cuda.one_sided import OneSidedLaunch
-from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.fastpath.cuda.table import CudaFastPath, group_builtins
-from miraccl.fastpath.fast_calls import FastCalls
 from miraccl.ops.device_arrays import DeviceMemory, DeviceReader, array_kinds
 from miraccl.ops.spec import OPS
 from miraccl.planning.cta_limits import CtaLimits
@@ -67,6 +63,12 @@ from miraccl.runtime.gpu.windows import DeviceWindows
 from miraccl.runtime.options import Options
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.transport.cuda_p2p import Explanation, SymmetricMemory
+
+if TYPE_CHECKING:
+    from miraccl.bootstrap.contract import Session
+    from miraccl.executor.cuda.one_sided import OneSidedLaunch
+    from miraccl.executor.cuda.plan import DevicePlan
+    from miraccl.fastpath.fast_calls import FastCalls
 
 _log = trace.logger("init")
 CLOSE_WAIT_S = 10.0

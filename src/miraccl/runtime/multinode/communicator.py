@@ -17,9 +17,8 @@ import contextlib
 import functools
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from miraccl.bootstrap.contract import Session
 from miraccl.diagnosis.detector import COUNTED_RANKS
 from miraccl.diagnosis.stream_states import stream_states
 from miraccl.errors import (
@@ -37,7 +36,6 @@ from miraccl.planning.device_candidates import DeviceCandidate
 from miraccl.runtime.control import GPU_SETUP, ControlPlane, NullControlPlane
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.gpu.grouped import Groupable
-from miraccl.runtime.gpu.launch_order import LaunchOrders
 from miraccl.runtime.gpu.operations import (
     SUM,
     CheckedDeviceCall,
@@ -54,10 +52,14 @@ from miraccl.runtime.multinode.runtime import MultiNodePlan, MultiNodeRuntime, O
 from miraccl.runtime.multinode.segments import StagedShape
 from miraccl.runtime.multinode.unmatched import MessageCounters
 from miraccl.runtime.multinode.wait_state import MultiNodeWaitState, stream_name_of
-from miraccl.runtime.options import Options
 from miraccl.runtime.setup_phases import SetupPhases
-from miraccl.transport.cuda_p2p import Explanation
 from miraccl.types import Collective, DType
+
+if TYPE_CHECKING:
+    from miraccl.bootstrap.contract import Session
+    from miraccl.runtime.gpu.launch_order import LaunchOrders
+    from miraccl.runtime.options import Options
+    from miraccl.transport.cuda_p2p import Explanation
 
 CLOSE_WAIT_S = 10.0
 OPERATION_FAULTS = (
