@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from miraccl import (
 )
 from miraccl.sim import World
 from miraccl.sim.world import RankKilled
-from tests.runtime.cases import EVEN, UNEVEN, random_case
 from tests.sim.test_world import conformance_cases, run_cases
 
 
@@ -50,11 +50,7 @@ def test_every_collective_runs_and_repeats_exactly(nodes: int, ranks: int) -> No
 
 
 def test_seeds_change_the_interleaving_and_not_the_results() -> None:
-    rng = np.random.default_rng(3)
-    cases = [
-        random_case(rng, 3, [1, 9, 3000], (*EVEN, *UNEVEN), ordered=lambda case: False)
-        for _ in range(8)
-    ]
+    cases = [replace(case, count=3000) for case in conformance_cases(3)]
     digests = set()
     for seed in range(3):
         world = compiled(1, 3, seed=seed)
