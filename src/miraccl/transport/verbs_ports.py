@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from miraccl import params
+from miraccl import params, trace
 from miraccl.errors import MissingDependency, SystemFailure
 from miraccl.native.verbs_abi import load_library
 from miraccl.topo.hca import Hca, Port, read_hcas, select_ports
@@ -14,6 +14,8 @@ from miraccl.transport.verbs_device import QpSettings
 from miraccl.wire.verbs.gids import GidWish
 from miraccl.wire.verbs.policy import NAMES
 from miraccl.wire.verbs.rows import MAX_DEVICES
+
+log = trace.logger("verbs")
 
 
 def usable_ports(environ: Mapping[str, str] | None = None) -> list[tuple[Hca, Port]]:
@@ -49,15 +51,16 @@ def usable_kinds(net: str) -> tuple[str, ...]:
     """Return the kinds of the usable ports, for ``Endpoint.hcas``.
 
     Args:
-        net: Value of ``MIRACCL_NET``. Reasons for an absence are raised for ``verbs``.
+        net: Value of ``MIRACCL_NET``. With ``verbs``, the log says why there are none; ranks of
+            one host do not need any.
     """
     if net not in ("auto", "verbs"):
         return ()
     try:
         return tuple(port.kind for _, port in usable_ports())
-    except (MissingDependency, SystemFailure):
+    except (MissingDependency, SystemFailure) as error:
         if net == "verbs":
-            raise
+            log.warning("%s", error)
         return ()
 
 
