@@ -230,9 +230,6 @@ class VerbsTransport(Transport):
             self._devices.append(device)
         self._engine = self._make_engine()
         self._engine.add_devices(self._devices)
-        address, nbytes = self.context.window
-        if nbytes:
-            self._engine.add_region(address, nbytes)
         for peer, endpoint in self.context.peers.items():
             self._connections[peer] = self._prepare(peer, max(1, len(endpoint.hcas)))
         return VerbsInfo(
