@@ -14,6 +14,8 @@ from dataclasses import dataclass
 UNSOLICITED_BYTES = 64 << 10
 #: Smallest increase of a grant worth a packet.
 QUANTUM_BYTES = 16 << 10
+#: Backlog up to which a transfer overtakes longer ones.
+SHORT_BYTES = 64 << 10
 
 
 @dataclass(slots=True)
@@ -26,6 +28,8 @@ class SenderCredit:
     wanted: int = 0
     granted: int = UNSOLICITED_BYTES
     received: int = 0
+    #: When it was last granted something, counted in grants of all senders.
+    turn: int = 0
 
     @property
     def outstanding(self) -> int:
@@ -53,6 +57,11 @@ class Grantor:
         self._refilled = 0
         self._turn = 0
 
+    @property
+    def outstanding(self) -> int:
+        """Bytes that all senders may have on their way."""
+        return sum(s.outstanding for s in self.senders.values())
+
     def add(self, sender: int) -> SenderCredit:
         """Admit a sender with the unsolicited start; return its record."""
         return self.senders.setdefault(sender, SenderCredit())
@@ -74,11 +83,11 @@ class Grantor:
     def issue(self, now: int) -> list[tuple[int, int]]:
         """Return grants to send as (sender, total).
 
-        Senders with the smallest backlog come first, equal ones in turn: short transfers finish
-        early and no sender starves, because the budget is refilled as bytes arrive.
+        Senders with little left come first, the least first; the others take turns. Always serving
+        the smallest backlog would finish equal transfers one after the other.
         """
         self._refill(now)
-        free = self.budget - sum(s.outstanding for s in self.senders.values())
+        free = self.budget - self.outstanding
         issued: dict[int, int] = {}
         while free >= QUANTUM_BYTES and self._allowance >= QUANTUM_BYTES:
             sender = self._next_sender()
@@ -93,8 +102,13 @@ class Grantor:
         return list(issued.items())
 
     def timer(self, now: int) -> int:
-        """Time at which ``issue`` may have more to give; 0 for none."""
+        """Time at which ``issue`` may have more to give; 0 for none.
+
+        0 also if the budget is used up: then ``issue`` has more once bytes have arrived.
+        """
         if not self.rate or not any(s.backlog for s in self.senders.values()):
+            return 0
+        if self.budget - self.outstanding < QUANTUM_BYTES:
             return 0
         missing = max(0, QUANTUM_BYTES - self._allowance)
         return now + missing * 1_000_000_000 // self.rate + 1
@@ -108,10 +122,14 @@ class Grantor:
             self._refilled = now
 
     def _next_sender(self) -> int | None:
-        waiting = sorted(s for s, record in self.senders.items() if record.backlog)
+        waiting = [(sender, r) for sender, r in self.senders.items() if r.backlog]
         if not waiting:
             return None
-        least = min(self.senders[s].backlog for s in waiting)
-        equal = [s for s in waiting if self.senders[s].backlog - least < QUANTUM_BYTES]
+        short = [each for each in waiting if each[1].backlog <= SHORT_BYTES]
+        if short:
+            sender, record = min(short, key=lambda each: (each[1].backlog, each[1].turn))
+        else:
+            sender, record = min(waiting, key=lambda each: each[1].turn)
         self._turn += 1
-        return equal[self._turn % len(equal)]
+        record.turn = self._turn
+        return sender
