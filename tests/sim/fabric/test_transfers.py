@@ -135,7 +135,7 @@ def test_a_dead_core_link_stops_no_transfer() -> None:
     """Recycled entropies leave a dead link; spraying keeps losing a share of the packets."""
     down = both_directions(LinkChange(time=50 * US, link=CORE, up=False), CORE + 1)
     pairs = [Transfer(a, b, NBYTES) for a, b in PERMUTATION_16.items()]
-    tree = fat_tree(4, replace(PROFILE, mark_above=10 * PACKET))
+    tree = fat_tree(4, replace(PROFILE, mark_above=PROFILE.queue // 2))
     lost = {}
     for balance in Balance:
         config = TransferConfig(balance=balance)

@@ -251,4 +251,5 @@ def _result(
                 layout.PORT_LOST,
             )
         ),
+        int(ports[:, layout.PORT_LAST_LOSS // 8].max()),
     )

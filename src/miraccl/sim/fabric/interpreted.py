@@ -10,6 +10,7 @@ from miraccl.sim.fabric.network import Fabric
 from miraccl.sim.fabric.ports import FabricPacket
 from miraccl.sim.fabric.senders import Kind, Message, Receiver, Sender
 from miraccl.sim.fabric.transfers import (
+    Balance,
     Control,
     TransferConfig,
     TransferRequest,
@@ -185,6 +186,8 @@ class TransferHost:
                 self._unlist(receiver, resend)
             self._pulls += 1
             entropy = self._pulls % self.config.entropies
+            if self.config.balance is Balance.RECYCLE:
+                entropy = receiver.entropy
             self._reply(source, Message(Kind.PULL, transfer, receiver.issued, entropy))
             return True
         return False
@@ -219,4 +222,5 @@ def run(request: TransferRequest, until: int = 10 * SECOND) -> TransferResult:
         sum(s.sent for s in senders),
         sum(s.resent for s in senders),
         *(fabric.total(name) for name in ("trimmed", "marked", "dropped", "lost")),
+        max(port.counters.last_loss for port in fabric.ports),
     )

@@ -45,6 +45,8 @@ class PortCounters:
     lost: int = 0
     trimmed: int = 0
     marked: int = 0
+    #: Time of the last loss on the wire.
+    last_loss: int = 0
     #: Largest number of queued bytes of data.
     peak: int = 0
 
@@ -186,6 +188,7 @@ class OutputPort:
         counters.bytes += packet.size
         if not self.up or self._draws.happens(int(profile.loss * DRAW_RANGE)):
             counters.lost += 1
+            counters.last_loss = self._events.now
         else:
             self._propagate(packet)
         if self._control or self._data or (self.source is not None and self.source.has_data):

@@ -306,6 +306,8 @@ class Receiver:
         self.missing = count
         self.wanted = self.trimmed = self.issued = 0
         self.resend_backlog = 0
+        #: Entropy of the last packet: one of a path that works.
+        self.entropy = 0
         self.listed = self.resend_listed = False
 
     @property
@@ -316,6 +318,7 @@ class Receiver:
     def on_data(self, message: Message, trimmed: bool) -> Kind:
         """Process a data packet; return the type of the answer."""
         self.wanted = max(self.wanted, message.wanted)
+        self.entropy = message.entropy
         if trimmed:
             if not self.received[message.sequence]:
                 self.trimmed += 1
@@ -329,6 +332,7 @@ class Receiver:
 
     def on_request(self, message: Message) -> None:
         """Note how many credits the sender wants; forget those that did not reach it."""
+        self.entropy = message.entropy  # the old one may lead back over a dead path
         if message.sequence >= 0:
             self.issued = min(self.issued, message.sequence)
         self.wanted = max(self.wanted, message.wanted)

@@ -115,7 +115,8 @@ class TransferResult:
     """Outcome of a run.
 
     ``completion`` has the time in ns from the start of each transfer to the acknowledgement of its
-    last byte, -1 if it did not end in time. Packet counts are sums over all transfers or ports.
+    last byte, -1 if it did not end in time. Packet counts are sums over all transfers or ports;
+    ``last_loss`` is the time in ns of the last loss on a wire.
     """
 
     completion: tuple[int, ...]
@@ -126,6 +127,7 @@ class TransferResult:
     marked: int
     dropped: int
     lost: int
+    last_loss: int
 
     @property
     def slowest(self) -> int:

@@ -10,6 +10,7 @@ from miraccl.sim.fabric.kernels.event_queue import next_time, pop, schedule
 from miraccl.sim.fabric.kernels.layout import (
     ACK,
     ARRIVE,
+    BALANCE,
     CHANGE,
     CHANGE_LINK,
     CHANGE_LOSS,
@@ -26,6 +27,7 @@ from miraccl.sim.fabric.kernels.layout import (
     FLOW_ACTIVE_NEXT,
     FLOW_COUNT,
     FLOW_CREDIT,
+    FLOW_ENTROPY,
     FLOW_FINISHED,
     FLOW_IDLE,
     FLOW_ISSUED,
@@ -74,6 +76,7 @@ from miraccl.sim.fabric.kernels.layout import (
     PORT_WAKE_PENDING,
     PULL,
     PULL_DUE,
+    RECYCLE,
     REQUEST,
     ROUTES,
     SALTS,
@@ -199,6 +202,7 @@ def receive(world: int, host: int, packet: int) -> int:
         enqueue(world, load(host + HOST_PORT), back)
         want(world, number, host)
     elif kind == REQUEST:
+        store(flow + FLOW_ENTROPY, entropy)
         if sequence >= 0:
             store(flow + FLOW_ISSUED, min(load(flow + FLOW_ISSUED), sequence))
         total = max(load(flow + FLOW_WANTED), load(packet + PACKET_WANTED))
@@ -331,6 +335,8 @@ def pull_from(world: int, host: int, resend: int) -> int:
             else:
                 store(flow + listed, 0)
             entropy = bump(host + HOST_PULLS, 1) % load(world + ENTROPIES)
+            if load(world + BALANCE) == RECYCLE:
+                entropy = load(flow + FLOW_ENTROPY)
             packet = reply(world, number, PULL, issued, entropy)
             enqueue(world, load(host + HOST_PORT), packet)
             return 1

@@ -97,8 +97,9 @@ DATA, ACK, NACK, PULL, REQUEST, COMPLETE = range(6)
     PORT_LOST,
     PORT_TRIMMED,
     PORT_MARKED,
+    PORT_LAST_LOSS,
     PORT_SIZE,
-) = (8 * i for i in range(22))
+) = (8 * i for i in range(23))
 
 (
     HOST_PORT,
@@ -159,12 +160,13 @@ DATA, ACK, NACK, PULL, REQUEST, COMPLETE = range(6)
     FLOW_TRIMMED,
     FLOW_ISSUED,
     FLOW_RESEND_BACKLOG,
+    FLOW_ENTROPY,
     FLOW_LISTED,
     FLOW_ACTIVE_NEXT,
     FLOW_RESEND_LISTED,
     FLOW_RESENDING_NEXT,
     FLOW_RECYCLED,
-) = (8 * i for i in range(47))
+) = (8 * i for i in range(48))
 RECYCLED = 8
 FLOW_SIZE = FLOW_RECYCLED + 8 * RECYCLED
 

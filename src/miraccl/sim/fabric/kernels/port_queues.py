@@ -49,6 +49,7 @@ from miraccl.sim.fabric.kernels.layout import (
     PORT_DATA_LAST,
     PORT_DROPPED,
     PORT_HOST,
+    PORT_LAST_LOSS,
     PORT_LATENCY,
     PORT_LOSS,
     PORT_LOST,
@@ -257,6 +258,7 @@ def transmit(world: int, port_number: int) -> int:
         lost = 1
     if lost != 0:
         bump(port + PORT_LOST, 1)
+        store(port + PORT_LAST_LOSS, load(world + NOW))
         free_packet(world, number)
     else:
         store(packet + PACKET_NODE, load(port + PORT_TARGET))
