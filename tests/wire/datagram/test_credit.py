@@ -8,6 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miraccl.wire.datagram.credit import QUANTUM_BYTES, UNSOLICITED_BYTES, Grantor
+from miraccl.wire.datagram.flow import DatagramFlow
+from miraccl.wire.datagram.flow_records import FlowConfig
+from miraccl.wire.datagram.packets import Grant
+from miraccl.wire.datagram.path import BURST_NS
 
 
 @given(st.integers(0, 1 << 30), st.integers(1, 12), st.sampled_from((0, 10**8)))
@@ -43,3 +47,27 @@ def test_the_shortest_transfer_is_granted_first() -> None:
     grantor.want(0, 10 << 20)
     grantor.want(1, UNSOLICITED_BYTES + QUANTUM_BYTES)
     assert grantor.issue(0) == [(1, UNSOLICITED_BYTES + QUANTUM_BYTES)]
+
+
+def test_a_grant_held_back_by_pacing_has_a_timer() -> None:
+    flow = DatagramFlow(FlowConfig(connection=1, peer_connection=2))
+    now, wait = 1_000_000, 10_000_000
+    flow.paths[0]._release = now + wait + BURST_NS
+    flow.grant(100_000)
+    assert flow.next_packet(now) is None
+    assert flow.timer(now) == now + wait
+    sent = flow.next_packet(now + wait)
+    assert sent is not None
+    assert Grant(100_000) in sent.records
+
+
+def test_equal_transfers_take_turns() -> None:
+    grantor = Grantor(3 * UNSOLICITED_BYTES)
+    for sender in (0, 1):
+        grantor.want(sender, 1 << 20)
+    for _ in range(40):
+        grantor.issue(0)
+        first, second = (grantor.senders[s] for s in (0, 1))
+        assert abs(first.granted - second.granted) <= QUANTUM_BYTES
+        for sender, record in grantor.senders.items():
+            grantor.on_received(sender, record.granted - record.received)

@@ -400,7 +400,8 @@ def next_packet(flow: int, now: int, out: int) -> int:
 @inline
 def flow_timer(flow: int, now: int) -> int:
     """Time at which there is something to do without a packet; 0 for none."""
-    soonest, waits = 0, has_data(flow)
+    soonest = 0
+    waits = has_data(flow) or load(flow + layout.FLOW_GRANT_DUE) != 0
     for index in range(load(flow + layout.FLOW_NPATHS)):
         path = path_of(flow, index)
         at = path_timer(path)

@@ -237,19 +237,18 @@ def _result(
         int(end) - t.start if end >= 0 else -1
         for end, t in zip(finished, request.transfers, strict=True)
     )
+
+    def total(records: Words, field: int) -> int:
+        return int(records[:, field // 8].sum())
+
     return TransferResult(
-        completion,
-        int(memory.world[layout.EXECUTED // 8]),
-        int(flows[:, layout.FLOW_SENT // 8].sum()),
-        int(flows[:, layout.FLOW_RESENT // 8].sum()),
-        *(
-            int(ports[:, field // 8].sum())
-            for field in (
-                layout.PORT_TRIMMED,
-                layout.PORT_MARKED,
-                layout.PORT_DROPPED,
-                layout.PORT_LOST,
-            )
-        ),
-        int(ports[:, layout.PORT_LAST_LOSS // 8].max()),
+        completion=completion,
+        events=int(memory.world[layout.EXECUTED // 8]),
+        sent=total(flows, layout.FLOW_SENT),
+        resent=total(flows, layout.FLOW_RESENT),
+        trimmed=total(ports, layout.PORT_TRIMMED),
+        marked=total(ports, layout.PORT_MARKED),
+        dropped=total(ports, layout.PORT_DROPPED),
+        lost=total(ports, layout.PORT_LOST),
+        last_loss=int(ports[:, layout.PORT_LAST_LOSS // 8].max()),
     )

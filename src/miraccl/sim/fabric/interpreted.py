@@ -217,10 +217,13 @@ def run(request: TransferRequest, until: int = 10 * SECOND) -> TransferResult:
         fabric.events.schedule(transfer.start, hosts[transfer.source].start, sender)
     fabric.run(until, lambda: all(s.finished >= 0 for s in senders))
     return TransferResult(
-        tuple(s.finished - s.transfer.start if s.finished >= 0 else -1 for s in senders),
-        fabric.events.executed,
-        sum(s.sent for s in senders),
-        sum(s.resent for s in senders),
-        *(fabric.total(name) for name in ("trimmed", "marked", "dropped", "lost")),
-        max(port.counters.last_loss for port in fabric.ports),
+        completion=tuple(s.finished - s.transfer.start if s.finished >= 0 else -1 for s in senders),
+        events=fabric.events.executed,
+        sent=sum(s.sent for s in senders),
+        resent=sum(s.resent for s in senders),
+        trimmed=fabric.total("trimmed"),
+        marked=fabric.total("marked"),
+        dropped=fabric.total("dropped"),
+        lost=fabric.total("lost"),
+        last_loss=max(port.counters.last_loss for port in fabric.ports),
     )

@@ -316,7 +316,7 @@ class DatagramFlow:
         times = [t for path in self.paths if (t := path.timer())]
         times += [p.received.due for p in self.paths if p.received.pending]
         times += [p.mtu_probe_at for p in self.paths if p.usable and p.mtu < p.full_mtu]
-        if self._has_data():
+        if self._has_data() or self._grant_due:
             times += [p.release_time(now) for p in self.paths if p.usable and p.has_room(p.mtu)]
         return max(now, min(times)) if times else 0
 
