@@ -28,7 +28,7 @@ from miraccl.sim.fabric.topology import LinkProfile, parallel_paths
 from miraccl.wire.datagram.control import CONTROLLERS
 from miraccl.wire.datagram.credit import UNSOLICITED_BYTES, Grantor
 from miraccl.wire.datagram.packets import Packet, decode, encode
-from miraccl.wire.datagram.path import LOST_REMEMBERED
+from miraccl.wire.datagram.path import REMEMBERED
 from miraccl.wire.datagram.seal import Protection, protect, unprotect
 
 LIMIT = 24 * 3600 * SECOND
@@ -79,7 +79,7 @@ def random_cuts(draw: random.Random, nlinks: int) -> list[LinkChange]:
 def check_end(end: FlowEnd, host: DatagramHost, received: int) -> None:
     """Assert what must hold at any time at one end; ``received`` are payload bytes so far."""
     for path in end.flow.paths:
-        assert len(path._lost) <= LOST_REMEMBERED, "remembered losses"
+        assert len(path._lost) + len(path.sent) <= REMEMBERED, "remembered packets"
         assert len(path.received.numbers) <= 32, "ranges of received numbers"
     if host.admission is not None:
         granted = host.admission.senders[end.number].granted
