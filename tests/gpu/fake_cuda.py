@@ -67,6 +67,16 @@ class Result(enum.IntEnum):
     CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704
 
 
+class CUipcMemHandle:
+    """64 bytes at an address, as cuda-bindings 13.5 has it: without the field ``reserved``."""
+
+    def __init__(self) -> None:
+        self.data = ctypes.create_string_buffer(64)
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self.data)
+
+
 class _Record:
     """Struct with arbitrary attributes, which may be structs."""
 
@@ -219,7 +229,8 @@ class FakeCuda:
     CUmemAllocationGranularity_flags = types.SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_RECOMMENDED=1)
     CUstreamCaptureMode = types.SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
     CUresult = Result
-    CUmemAllocationProp = CUmemAccessDesc = CUipcMemHandle = _Record
+    CUmemAllocationProp = CUmemAccessDesc = _Record
+    CUipcMemHandle: type[Any] = CUipcMemHandle
 
     def __init__(
         self,
@@ -430,14 +441,14 @@ class FakeCuda:
 
     @_needs_context
     def cuIpcGetMemHandle(self, address: int) -> tuple[Any, ...]:
-        record: Any = _Record()
+        record = CUipcMemHandle()
         fd, nbytes = self.live[address]
-        record.reserved = f"{os.getpid()} {fd} {nbytes}".encode().ljust(64, b"\0")
+        record.data.value = f"{os.getpid()} {fd} {nbytes}".encode()
         return Result.CUDA_SUCCESS, record
 
     @_needs_context
     def cuIpcOpenMemHandle(self, record: Any, flags: int) -> tuple[Any, ...]:
-        pid, fd, nbytes = map(int, bytes(record.reserved).strip(b"\0").split())
+        pid, fd, nbytes = map(int, record.data.value.split())
         if pid == os.getpid():
             return Result.CUDA_ERROR_INVALID_VALUE, None
         handle = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)

@@ -24,6 +24,7 @@ MEMHOSTALLOC_PORTABLE_MAPPED = 0x01 | 0x02  # the same bits for cuMemHostRegiste
 PEER_ACCESS_ALREADY_ENABLED = 704  # cuda.h CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 WAIT_VALUE_EQ = 0x01  # cuda.h CU_STREAM_WAIT_VALUE_EQ
 IPC_LAZY_ENABLE_PEER_ACCESS = 0x01
+IPC_HANDLE_BYTES = 64  # cuda.h CU_IPC_HANDLE_SIZE
 EVENT_DISABLE_TIMING = 0x02
 STREAM_NON_BLOCKING = 0x01
 
@@ -172,12 +173,13 @@ class Gpu(PrimaryContext):
     def export(self, address: int) -> bytes:
         """Return the IPC handle with which another process maps an allocation."""
         handle = check(self.cuda.cuIpcGetMemHandle(address), "cuIpcGetMemHandle")
-        return bytes(handle.reserved)
+        # By address: cuda-bindings 13.5 no longer has the field ``reserved``.
+        return ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES)
 
     def map_peer(self, handle: bytes) -> int:
         """Map an allocation of another process; peer access is enabled as needed."""
         record = self.cuda.CUipcMemHandle()
-        record.reserved = handle
+        ctypes.memmove(record.getPtr(), handle, IPC_HANDLE_BYTES)
         return int(
             check(
                 self.cuda.cuIpcOpenMemHandle(record, IPC_LAZY_ENABLE_PEER_ACCESS),
