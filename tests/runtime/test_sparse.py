@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -69,3 +72,16 @@ def test_refused_arguments() -> None:
         assert "block is 0; allowed are 1 to" in found[0]
         assert "density is 1.5; allowed are 0.0 to 1.0" in found[3]
         assert "inside a group" in found[4]
+
+
+def test_perf() -> None:
+    options = ["-r", "2", "-s", "2M", "--density", "0,0.02,1", "-n", "1", "--json", "-"]
+    command = [sys.executable, "-m", "miraccl", "perf", "all_reduce_sparse", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert [row["density"] for row in rows] == [0.0, 0.02, 1.0]
+    assert [row["wrong"] for row in rows] == [0, 0, 0]
+    assert all(row["block"] == 256 for row in rows)
+    refused = subprocess.run([*command, "--graph"], capture_output=True, text=True, check=False)
+    assert "cannot use --graph with all_reduce_sparse" in refused.stderr

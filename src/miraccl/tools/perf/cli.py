@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from miraccl.errors import InvalidUsage
 from miraccl.tools import launch
 from miraccl.tools.completion import complete_algorithms, complete_files, complete_words
 from miraccl.tools.options import File, Finite, OutputFile, Size, Sizes
@@ -15,6 +16,8 @@ from miraccl.tools.perf import devices
 from miraccl.tools.perf.report import display, finish
 from miraccl.tools.perf.request import DEFAULT_RANKS, DEFAULT_SIZES, PerfRequest, check
 from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
+
+SPARSE = "all_reduce_sparse"
 
 
 class PerfCommand(click.Command):
@@ -35,7 +38,7 @@ class PerfCommand(click.Command):
 
 
 @click.command(cls=PerfCommand, short_help="Measure a collective or a transfer.")
-@click.argument("op", type=click.Choice(OPERATIONS), metavar="OP")
+@click.argument("op", type=click.Choice((*OPERATIONS, SPARSE)), metavar="OP")
 @click.option(
     "-r",
     "--ranks",
@@ -218,13 +221,24 @@ class PerfCommand(click.Command):
     show_default=True,
     help="Limit of the whole run in seconds.",
 )
+@click.option(
+    "--density",
+    metavar="LIST",
+    help="all_reduce_sparse: shares of blocks that are not zero.  [default: 0,0.01,0.1,0.5,0.99,1]",
+)
+@click.option(
+    "--block",
+    type=click.IntRange(1),
+    help="all_reduce_sparse: elements of a block.  [default: 256]",
+)
 def perf(op: str, **options: Any) -> None:
     """Measure OP over sizes and print the table of nccl-tests; every element of every result is
     checked.
 
     OP is all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all, gather, scatter,
-    barrier (which has no size) or sendrecv (every rank sends to the next one and receives from the
-    previous one). One-sided transfers, write, read and writev, have options of their own:
+    barrier (which has no size), sendrecv (every rank sends to the next one and receives from the
+    previous one) or all_reduce_sparse (the sparse sum beside the dense one, over densities).
+    One-sided transfers, write, read and writev, have options of their own:
     `miraccl perf write --help`.
 
     Time is the median over batches of the slowest rank's mean: on CPUs by the clock around the
@@ -239,9 +253,17 @@ def perf(op: str, **options: Any) -> None:
       miraccl perf all_reduce -r 2 --algo ring --explain
       miraccl perf all_reduce -r 4 --compare gloo --json result.json --plot busbw.svg
       miraccl perf all_reduce -r 4 --plot busbw.svg --against old.json --bound 12
+      miraccl perf all_reduce_sparse -r 2 --density 0.01 --block 256 --plot sparse.svg
       torchrun --nproc-per-node 4 --no-python miraccl perf all_reduce
       miraccl perf all_reduce --devices cuda:0,1 --sizes 256K,4M,16M --graph --compare nccl
     """
+    if op == SPARSE:
+        from miraccl.tools.perf import sparse
+
+        sparse.run(options)
+    for name in ("density", "block"):
+        if options.pop(name) is not None:
+            raise InvalidUsage(f"cannot use --{name} with {op}: it is for {SPARSE}")
     request = check(op, options)
     if request.joins_launcher:
         _run_joined(request)
