@@ -265,6 +265,9 @@ def test_summary_contains_counts_and_reasons(explained: Explained) -> None:
     )
     assert any("collectives run on 16 channels" in line for line in stories["Channels"])
     assert any("CollNet is not in use" in line for line in stories["Choice"])
+    nvls, collnet = stories["Reduction in switches"]
+    assert nvls.startswith("NVLS: ")
+    assert collnet.startswith("CollNet (SHARP): not possible: ")
     assert any("PXN" in line for line in stories["Paths"])
     assert stories["Search"]
 

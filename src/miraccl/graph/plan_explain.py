@@ -22,6 +22,7 @@ from miraccl.graph.channel_graph import ChannelGraph, GraphKind
 from miraccl.graph.connect import Connections
 from miraccl.graph.format import format_bytes, format_time
 from miraccl.graph.plan import Plan
+from miraccl.graph.plan_offload import find_offloads
 from miraccl.graph.search.explain import explain_search
 from miraccl.graph.tuning import TuningModel
 from miraccl.graph.tuning_choice import (
@@ -63,6 +64,7 @@ def explain_plan(plan: Plan, notes: PathChangeLog) -> Json:
             ],
             "Channels": summarize_channels(plan.connections),
             "Choice": summarize_choices(plan.model),
+            "Reduction in switches": [each.describe() for each in find_offloads(plan.model)],
         },
     }
 
