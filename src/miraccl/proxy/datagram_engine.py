@@ -112,6 +112,7 @@ class DatagramEngine(ProgressEngine):
     """Moves messages for one rank over UDP; see ``ProgressEngine``."""
 
     kernel = "miraccl.proxy.kernels.datagram_engine"
+    can_be_driven = False
 
     def _prepare(self, library: native.CodeLibrary) -> None:
         self._library = library

@@ -184,6 +184,8 @@ class ProgressEngine:
     """
 
     kernel = KERNEL
+    #: The kernel has ``drive``.
+    can_be_driven = True
 
     def __init__(
         self,
@@ -203,6 +205,7 @@ class ProgressEngine:
         kind = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
         self._run = kind(library.address(native.PREFIX + "run"))
         self._close_link = kind(library.address(native.PREFIX + "close_link"))
+        self._drive = library.address(native.PREFIX + "drive") if self.can_be_driven else 0
         self._links: dict[int, EngineLink] = {}
         self._closers: list[tuple[list[EngineLink], clock.Event]] = []
         self._commands = CommandQueue("the progress engine", rank)
@@ -227,6 +230,7 @@ class ProgressEngine:
             self._set(layout.ENGINE_ASLEEP, self.asleep)
             self._set(layout.ENGINE_CTRL, control)
             self._set(layout.ENGINE_SPIN_NS, SPIN_NS)
+            self._set(layout.ENGINE_LOCK, 1)  # of the thread, whenever it is outside ``run``
             self._prepare(library)
             self._thread.start()
             undo.pop_all()
@@ -245,6 +249,17 @@ class ProgressEngine:
     def asleep(self) -> int:
         """Address of the word that is 1 while the thread sleeps."""
         return self._memory.address + layout.ENGINE_BYTES
+
+    def driver(self, *, overlap: bool) -> tuple[int, int]:
+        """Return a compiled function by which a waiting executor advances the links itself, and
+        its first argument (``progress_engine.drive``); the function is 0 if there is none.
+
+        Args:
+            overlap: There is a core for the thread beside that of the executor: it moves large
+                messages.
+        """
+        self._set(layout.ENGINE_OVERLAP, int(overlap))
+        return self._drive, self._memory.address
 
     @property
     def rounds(self) -> int:

@@ -15,6 +15,11 @@ from miraccl.transport.base import Capability, FifoPair
 #: Wait policies of ranks with a core each, and of ranks that share cores.
 DEDICATED_CORES = WaitPolicy(spin=1000, yields=5)
 SHARED_CORES = WaitPolicy(spin=30, yields=60, membarrier=False)
+#: Spins and yields of ranks that advance network connections while they wait: each makes a system
+#: call, and a sleep hands the connections to a thread, which costs two switches.
+DRIVING_SPINS, DRIVING_YIELDS = 30, 300
+#: Ranks per core up to which the thread of a proxy has a core of its own.
+OVERLAP_RANKS_PER_CORE = 0.5
 
 _PROGRESS_WORDS = {
     "seq": layout.PROGRESS_SEQ,
@@ -59,6 +64,20 @@ def wait_policy(ranks_per_core: float, timeout: float, membarrier: bool) -> Wait
     """Return the wait policy of a rank; ``membarrier``: all ranks have registered for it."""
     policy = SHARED_CORES if ranks_per_core > 1 else DEDICATED_CORES
     return replace(policy, timeout_s=timeout, membarrier=membarrier and policy.membarrier)
+
+
+def drive_network(context: Context, proxy: object, ranks_per_core: float) -> None:
+    """Let the engine advance the connections of ``proxy`` while it waits, if the proxy can."""
+    driver = getattr(proxy, "driver", None)  # only compiled proxies have one
+    if driver is None:
+        return
+    function, argument = driver(overlap=ranks_per_core <= OVERLAP_RANKS_PER_CORE)
+    if function == 0:
+        return
+    context.set(layout.CTX_SPIN, DRIVING_SPINS)
+    context.set(layout.CTX_YIELDS, DRIVING_YIELDS)
+    context.set(layout.CTX_DRIVEN, argument)
+    context.set(layout.CTX_DRIVE, function)
 
 
 def open_context(

@@ -16,7 +16,7 @@ from miraccl.bootstrap.events import Event, PeerLeft, PeerLost
 from miraccl.errors import BootstrapError, MiracclError, PeerDied, SystemFailure
 from miraccl.native import atomics
 from miraccl.runtime import net_status
-from miraccl.runtime.engine_state import ControlPage, open_context, wait_policy
+from miraccl.runtime.engine_state import ControlPage, drive_network, open_context, wait_policy
 from miraccl.runtime.loss_notice import await_notice, run_after_notice
 from miraccl.runtime.rank_records import exchange_records, read_host_settings
 from miraccl.runtime.window import WindowAllocator
@@ -158,6 +158,9 @@ class ProcessFabric:
                 self.ranks_per_core, self.timeout, all(a["membarrier"] for a in abilities)
             ),
         )
+        if len(self._proxies) == 1:  # a wait drives one proxy
+            (proxy,) = self._proxies.values()
+            drive_network(self.context, proxy, self.ranks_per_core)
         slots = [pair.send.slot_bytes for pair in self.pairs.values()]
         slot_bytes = min(slots, default=shm.slot_bytes)
         # Hosts with many ranks have smaller slots; all ranks use the smallest.

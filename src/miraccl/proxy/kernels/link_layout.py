@@ -36,6 +36,18 @@ ENGINE_EVENTS = ENGINE_VECTORS + 16 * MAX_VECTOR  # MAX_EVENTS struct epoll_even
 MAX_EVENTS = 64
 ENGINE_WORD = ENGINE_EVENTS + 12 * MAX_EVENTS  # scratch word (8-byte aligned: 12 * 64 = 768)
 ENGINE_PORT = 2048  # address of the sockets and buffers of datagrams
+ENGINE_WAIT_EVENTS = ENGINE_PORT + 16  # as ENGINE_EVENTS, of the thread that sleeps
+#: 1 while a thread advances links: the engine's own, or an executor in ``drive``.
+ENGINE_LOCK = ENGINE_WAIT_EVENTS + 12 * MAX_EVENTS
+ENGINE_DRIVEN = ENGINE_LOCK + 8  # rounds made by executors
+ENGINE_HANDOVER = ENGINE_LOCK + 16  # set by an executor that stops driving
+ENGINE_DOZING = ENGINE_LOCK + 24  # 1 while the engine's thread leaves the links to an executor
+ENGINE_POLLED = ENGINE_LOCK + 32  # struct pollfd of the doorbell
+ENGINE_DOZE = ENGINE_LOCK + 40  # struct timespec
+ENGINE_CLOCK = ENGINE_LOCK + 56  # struct timespec, of the thread outside the lock
+ENGINE_DRAINED = ENGINE_LOCK + 72  # value read from the doorbell
+#: 1 if there are cores for the thread beside the executors: it moves large messages then.
+ENGINE_OVERLAP = ENGINE_LOCK + 80
 ENGINE_BYTES = 4096
 
 # ---- link

@@ -1,9 +1,16 @@
 """Kernel source: the loop of the progress engine, which runs without the interpreter's lock.
 
 It returns to Python for commands of other threads and for links that have ended, and sleeps in
-epoll when nothing moves.  Before it sleeps it sets ``asleep`` (sequentially consistent) and scans
-all FIFOs once more; an executor that published something reads ``asleep`` after a full fence and
-rings the doorbell if it is set, so a busy engine costs the executor no system call.
+epoll when nothing moves.
+
+An executor that waits may advance the links itself (``drive``), which saves two switches between
+threads per message.  ``ENGINE_LOCK`` belongs to whoever advances links; the engine's thread has it
+outside ``run`` too, so commands find the links at rest.  While an executor drives, the thread dozes
+on its doorbell and not in epoll, so that sockets do not wake it.
+
+Before the thread sleeps it sets ``asleep`` (sequentially consistent) and scans all FIFOs once more;
+an executor that published something reads ``asleep`` after a full fence and rings the doorbell if
+it is set, so a busy engine costs the executor no system call.
 """
 
 from __future__ import annotations
@@ -22,6 +29,7 @@ from miraccl.native.intrinsics import (
     pause,
     sched_yield,
     store,
+    store_release,
     syscall,
 )
 from miraccl.native.sleeper import SLEEP, ring_doorbell
@@ -45,7 +53,17 @@ from miraccl.proxy.kernels.link_send import (
     stream_of,
 )
 
-SYS_READ, SYS_EPOLL_PWAIT = (63, 22) if platform.machine() == "aarch64" else (0, 281)
+SYS_READ, SYS_WRITE, SYS_EPOLL_PWAIT, SYS_PPOLL = (
+    (63, 64, 22, 73) if platform.machine() == "aarch64" else (0, 1, 281, 271)
+)
+POLLIN = 1
+#: Longest time for which the thread leaves the links to an executor that has stopped driving
+#: without saying so.
+DOZE_NS = 200_000
+#: Bytes of a stream that the thread moves beside an executor, where it has a core of its own.
+OVERLAP_BYTES = 1 << 17
+#: Modes of ``drive``.
+DRIVE_POSTED, DRIVE_POLL, DRIVE_HAND_OVER = 0, 1, 2
 EPOLLIN, EPOLLOUT, EPOLLERR, EPOLLHUP, EPOLLRDHUP = 1, 4, 8, 16, 0x2000
 #: epoll data of the doorbell; streams have (link << 8 | stream).
 DOORBELL_DATA = 0xFFFFFFFF
@@ -57,8 +75,8 @@ EVENT_DATA = EVENT_BYTES - 8
 @inline
 def now_ns(engine: int) -> int:
     """CLOCK_MONOTONIC in ns."""
-    clock_gettime(1, engine + layout.ENGINE_TIME)
-    return load(engine + layout.ENGINE_TIME) * 1000000000 + load(engine + layout.ENGINE_TIME + 8)
+    clock_gettime(1, engine + layout.ENGINE_CLOCK)
+    return load(engine + layout.ENGINE_CLOCK) * 1000000000 + load(engine + layout.ENGINE_CLOCK + 8)
 
 
 @inline
@@ -83,25 +101,50 @@ def wake_executor(engine: int) -> None:
 
 
 @inline
-def poll(engine: int, milliseconds: int) -> int:
-    """Read the events of sockets and of the doorbell; return how many there were."""
-    events = engine + layout.ENGINE_EVENTS
+def poll(engine: int, milliseconds: int, events: int) -> int:
+    """Read the events of sockets and of the doorbell into ``events``; return how many there
+    are.
+    """
     most = layout.MAX_EVENTS * 12 // EVENT_BYTES
-    count = syscall(
+    return syscall(
         SYS_EPOLL_PWAIT, load(engine + layout.ENGINE_EPOLL), events, most, milliseconds, 0, 8
     )
+
+
+@inline
+def note_events(engine: int, events: int, count: int) -> None:
+    """Apply what ``poll`` has read, except for the doorbell, which the thread drains."""
     for i in range(count):
         event = events + i * EVENT_BYTES
         flags = load32(event) & 0xFFFFFFFF
         data = load32(event + EVENT_DATA) & 0xFFFFFFFF
-        if data == DOORBELL_DATA:
-            word = engine + layout.ENGINE_WORD
-            syscall(SYS_READ, load(engine + layout.ENGINE_DOORBELL), word, 8, 0, 0, 0)
-        else:
-            link = link_at(engine, data >> 8)
-            if link != 0:
-                note_edge(stream_of(link, data & 0xFF), flags)
+        link = link_at(engine, data >> 8) if data != DOORBELL_DATA else 0
+        if link != 0:
+            note_edge(stream_of(link, data & 0xFF), flags)
+
+
+@inline
+def poll_now(engine: int) -> int:
+    """Read and apply the events that there are; return how many."""
+    events = engine + layout.ENGINE_EVENTS
+    count = poll(engine, 0, events)
+    note_events(engine, events, count)
     return count
+
+
+@inline
+def drain_doorbell(engine: int) -> None:
+    """Reset the doorbell. The thread alone does: a ring must not be lost to an executor."""
+    word = engine + layout.ENGINE_DRAINED
+    syscall(SYS_READ, load(engine + layout.ENGINE_DOORBELL), word, 8, 0, 0, 0)
+
+
+@inline
+def ring(engine: int) -> None:
+    """Wake the engine's thread."""
+    word = engine + layout.ENGINE_WORD + 8
+    store(word, 1)
+    syscall(SYS_WRITE, load(engine + layout.ENGINE_DOORBELL), word, 8, 0, 0, 0)
 
 
 @inline
@@ -129,26 +172,55 @@ def needs_python(engine: int) -> bool:
     return False
 
 
+@inline
+def advance_links(engine: int) -> bool:
+    """Advance all links once; return True if something moved."""
+    busy = False
+    for i in range(load(engine + layout.ENGINE_NLINKS)):
+        link = link_at(engine, i)
+        if link != 0 and alive(link):
+            if scan(link):
+                busy = True
+            if advance_streams(engine, link):
+                busy = True
+    return busy
+
+
+@inline
+def acquire(engine: int) -> None:
+    """Wait for the links; an executor has them for one round at a time."""
+    while exchange(engine + layout.ENGINE_LOCK, 1) != 0:
+        sched_yield()
+
+
+@inline
+def release(engine: int) -> None:
+    """Leave the links to executors."""
+    store_release(engine + layout.ENGINE_LOCK, 0)
+
+
 def run(engine: int, unused: int) -> int:
-    """Advance all links until Python is needed."""
+    """Advance all links until Python is needed; called and left with the lock held."""
     idle_since = 0
+    driven = load_acquire(engine + layout.ENGINE_DRIVEN)
     while True:
         store(engine + layout.ENGINE_ROUNDS, load(engine + layout.ENGINE_ROUNDS) + 1)
-        busy = False
-        for i in range(load(engine + layout.ENGINE_NLINKS)):
-            link = link_at(engine, i)
-            if link != 0 and alive(link):
-                if scan(link):
-                    busy = True
-                if advance_streams(engine, link):
-                    busy = True
+        busy = advance_links(engine)
         wake_executor(engine)
         if needs_python(engine):
             return 0
-        if busy:
+        if poll_now(engine) > 0:
+            busy = True
+            drain_doorbell(engine)
+        release(engine)
+        rounds = load_acquire(engine + layout.ENGINE_DRIVEN)
+        if rounds != driven:
+            driven = rounds
+            doze(engine)
+            acquire(engine)
             idle_since = 0
-            poll(engine, 0)
-        elif poll(engine, 0) > 0:
+        elif busy:
+            acquire(engine)
             idle_since = 0
         else:
             now = now_ns(engine)
@@ -157,6 +229,7 @@ def run(engine: int, unused: int) -> int:
             if now - idle_since < load(engine + layout.ENGINE_SPIN_NS):
                 pause()
                 sched_yield()
+                acquire(engine)
             else:
                 sleep(engine)
                 idle_since = 0
@@ -164,17 +237,90 @@ def run(engine: int, unused: int) -> int:
 
 @inline
 def sleep(engine: int) -> None:
-    """Sleep until a socket or the doorbell has an event, unless a last scan finds something."""
+    """Sleep until a socket or the doorbell has an event, unless a last scan finds something.
+
+    Takes the lock for the scan, and returns with it.
+    """
     asleep = load(engine + layout.ENGINE_ASLEEP)
+    acquire(engine)
     exchange(asleep, 1)
     found = needs_python(engine)
     for i in range(load(engine + layout.ENGINE_NLINKS)):
         link = link_at(engine, i)
         if link != 0 and scan(link):
             found = True
+    events, count = engine + layout.ENGINE_WAIT_EVENTS, 0
     if not found:
-        poll(engine, -1)
+        release(engine)
+        count = poll(engine, -1, events)
+        drain_doorbell(engine)
+        acquire(engine)
     exchange(asleep, 0)
+    note_events(engine, events, count)
+
+
+@inline
+def doze(engine: int) -> None:
+    """Leave the links to the executor that drives them, for at most ``DOZE_NS``."""
+    asleep = load(engine + layout.ENGINE_ASLEEP)
+    exchange(engine + layout.ENGINE_DOZING, 1)
+    exchange(asleep, 1)
+    if (
+        load_acquire(engine + layout.ENGINE_HANDOVER) == 0
+        and load_acquire(engine + layout.ENGINE_ATTENTION) == 0
+    ):
+        polled, limit = engine + layout.ENGINE_POLLED, engine + layout.ENGINE_DOZE
+        store(polled, load(engine + layout.ENGINE_DOORBELL) | (POLLIN << 32))
+        store(limit, 0)
+        store(limit + 8, DOZE_NS)
+        if syscall(SYS_PPOLL, polled, 1, limit, 0, 8, 0) > 0:
+            drain_doorbell(engine)
+    exchange(asleep, 0)
+    exchange(engine + layout.ENGINE_DOZING, 0)
+    store(engine + layout.ENGINE_HANDOVER, 0)
+
+
+@inline
+def moves_much(engine: int) -> bool:
+    """Return True if a stream has much to send or to receive; may be called without the lock."""
+    for i in range(load(engine + layout.ENGINE_NLINKS)):
+        link = link_at(engine, i)
+        if link != 0:
+            for index in range(load(link + layout.LINK_NSTREAMS)):
+                stream = stream_of(link, index)
+                if (
+                    load(stream + layout.STREAM_QUEUED_BYTES) > OVERLAP_BYTES
+                    or load(stream + layout.STREAM_REMAINING) > OVERLAP_BYTES
+                ):
+                    return True
+    return False
+
+
+def drive(engine: int, mode: int, unused: int, unused2: int) -> int:
+    """Advance the links in an executor's thread; return 1 unless another thread has them.
+
+    ``mode``: DRIVE_POSTED after something was posted, DRIVE_POLL in a wait, DRIVE_HAND_OVER before
+    the executor sleeps.
+    """
+    if mode == DRIVE_HAND_OVER:
+        exchange(engine + layout.ENGINE_HANDOVER, 1)
+        if load_acquire(engine + layout.ENGINE_DOZING) != 0:
+            ring(engine)
+        return 1
+    if load(engine + layout.ENGINE_OVERLAP) != 0 and moves_much(engine):
+        return 0
+    if exchange(engine + layout.ENGINE_LOCK, 1) != 0:
+        return 0
+    store_release(engine + layout.ENGINE_DRIVEN, load(engine + layout.ENGINE_DRIVEN) + 1)
+    if mode == DRIVE_POLL:
+        poll_now(engine)
+    advance_links(engine)
+    store(engine + layout.ENGINE_DIRTY, 0)  # the executor is awake
+    calls_python = needs_python(engine)
+    release(engine)
+    if calls_python and load_acquire(load(engine + layout.ENGINE_ASLEEP)) != 0:
+        ring(engine)
+    return 1
 
 
 def close_link(link: int, unused: int) -> int:
@@ -222,4 +368,4 @@ def event(link: int, arguments: int) -> int:
     return 0
 
 
-EXPORTS: dict[str, Any] = {"run": run, "close_link": close_link, "event": event}
+EXPORTS: dict[str, Any] = {"run": run, "drive": drive, "close_link": close_link, "event": event}

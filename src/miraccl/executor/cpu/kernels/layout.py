@@ -63,6 +63,7 @@ CTX_DEADLINE = 248  # of the current operation; 0: not yet computed
 CTX_STEP = 256
 CTX_PID = 264
 CTX_THREADED = 272  # 1: peers are threads of this process; the GIL is released before waiting
+CTX_DRIVE = 280  # function that advances network connections (``waiting.drive``), or 0
 CTX_LAST_RUN = 288
 CTX_WAIT_COUNT = 296
 CTX_P2P_DIRECT = 304  # bytes from which a send is single-copy (p2p); -1: never
@@ -88,6 +89,7 @@ CTX_COUNTS = 448  # memory of the counts of a call
 CTX_DETECTOR = 456  # eventfd of the deadlock detector, written when a wait gets long; -1: none
 # tail that this rank waits for: messages the peer must consume; 0: it waits for a message of it
 CTX_AWAITED_TAIL = 464
+CTX_DRIVEN = 472  # argument of CTX_DRIVE
 CTX_EXCEPTION = 480  # type, value and traceback that a signal handler raised (3 words)
 # virtual ranks: address of a word with the time in ns, and of a function that sleeps; 0: the kernel
 CTX_TIME, CTX_SLEEPER = 504, 512

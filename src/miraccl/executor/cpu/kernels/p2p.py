@@ -35,13 +35,17 @@ from miraccl.executor.cpu.kernels.slots import (
     required_tail,
 )
 from miraccl.executor.cpu.kernels.waiting import (
+    DRIVE_POLL,
     FIRST_SLEEP_NS,
     arm_doorbell,
+    drive,
+    drives,
     fail,
     futex_sleep,
     interrupted,
     next_sleep_ns,
     now_ns,
+    pause_or_drive,
     peer_diverged,
     release_gil,
     should_yield,
@@ -405,11 +409,13 @@ def back_off(ctx: int, table: int, count: int, idle: int) -> tuple[int, int]:
     """
     spins = spin_limit(ctx, count)
     if idle <= spins:
-        pause()
+        pause_or_drive(ctx)
         return layout.OK, idle
     release_gil(ctx)
     if idle <= spins + load(ctx + layout.CTX_YIELDS) and load(ctx + layout.CTX_SKIP_YIELDS) == 0:
         yield_core(ctx, now_ns(ctx))
+        if drives(ctx):
+            drive(ctx, DRIVE_POLL)
         return layout.OK, idle
     should_yield(ctx)  # count this wait among those that do not yield
     return sleep_any(ctx, table, count), 0

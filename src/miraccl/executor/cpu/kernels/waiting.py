@@ -5,6 +5,9 @@ memory): more ranks than cores still make progress, and a rank that waits long u
 Every wait has a deadline, ends on an abort, answers Ctrl-C, and compares its operation with the
 progress page of the rank it waits for.
 
+Where messages go over a network, a waiting rank advances the connections itself (``drive``). Before
+it sleeps it hands them over to the proxy's thread.
+
 Waking: after storing a flag, a rank reads the peer's ``CTRL_SLEEP`` word. "Store flag, load SLEEP"
 against "store SLEEP, load flag" is Dekker's problem and needs a full fence on both sides. If there
 is a core for every rank, the sleeper pays for both with the ``membarrier`` system call (a barrier
@@ -89,6 +92,31 @@ def signal_eventfd(ctx: int, descriptor: int) -> None:
     libc_write(types.int32(descriptor), word, 8)
 
 
+#: Modes of ``drive`` (``proxy.kernels.progress_engine``).
+DRIVE_POSTED, DRIVE_POLL, DRIVE_HAND_OVER = 0, 1, 2
+
+
+@inline
+def drives(ctx: int) -> bool:
+    """Return True if this rank can advance its network connections."""
+    return load(ctx + layout.CTX_DRIVE) != 0
+
+
+@inline
+def drive(ctx: int, mode: int) -> int:
+    """Advance the network connections; return 0 if the proxy's thread is doing that."""
+    return call4(load(ctx + layout.CTX_DRIVE), load(ctx + layout.CTX_DRIVEN), mode, 0, 0)
+
+
+@inline
+def pause_or_drive(ctx: int) -> None:
+    """Spend a moment of a wait."""
+    if drives(ctx):
+        drive(ctx, DRIVE_POLL)
+    else:
+        pause()
+
+
 @inline
 def wake_peer(ctx: int, conn: int) -> None:
     """Wake the other end of a connection if it sleeps, after a flag was stored."""
@@ -98,7 +126,7 @@ def wake_peer(ctx: int, conn: int) -> None:
         ctrl = load(conn + layout.CONN_CTRL)
         if load(ctrl + layout.CTRL_SLEEP) != 0:
             ring_doorbell(ctrl)
-    else:
+    elif not drives(ctx) or drive(ctx, DRIVE_POSTED) == 0:
         fence()
         if load_acquire(load(conn + layout.CONN_ASLEEP)) != 0:
             signal_eventfd(ctx, load(conn + layout.CONN_DOORBELL))
@@ -336,6 +364,8 @@ def arm_doorbell(ctx: int) -> int:
 
     The awaited word must be read after this.
     """
+    if drives(ctx):
+        drive(ctx, DRIVE_HAND_OVER)
     ctrl = load(ctx + layout.CTX_CTRL)
     doorbell = load32(ctrl + layout.CTRL_DOORBELL)
     exchange(ctrl + layout.CTRL_SLEEP, 1)
@@ -418,7 +448,7 @@ def wait(ctx: int, address: int, target: int, peer: int) -> int:
     for _ in range(load(ctx + layout.CTX_SPIN)):
         if load_acquire(address) >= target:
             return layout.OK
-        pause()
+        pause_or_drive(ctx)
     release_gil(ctx)
     if load(ctx + layout.CTX_MIGRATE) != 0:
         migrate_to_freer_core(ctx)
@@ -427,6 +457,8 @@ def wait(ctx: int, address: int, target: int, peer: int) -> int:
     while yields > 0 and load(ctx + layout.CTX_SKIP_YIELDS) == 0:
         yields -= 1
         now = yield_core(ctx, now)
+        if drives(ctx):
+            drive(ctx, DRIVE_POLL)
         for _ in range(SPIN_BETWEEN_YIELDS):
             if load_acquire(address) >= target:
                 return layout.OK
