@@ -29,7 +29,7 @@ slow = pytest.mark.skipif(not os.environ.get("TEST_SLOW"), reason="takes a minut
 
 def test_credit_serves_an_incast_without_loss_and_fairly() -> None:
     """8 senders into 500 Mbit/s with a queue of 300 kB; more unsolicited bytes than the queue."""
-    case = Incast(nbytes=MEBI // 2)
+    case = Incast(nbytes=MEBI // 4)
     result = run_incast(case)
     assert result.over_ideal <= 1.08
     assert result.dropped_share <= 0.001
@@ -39,7 +39,7 @@ def test_credit_serves_an_incast_without_loss_and_fairly() -> None:
 
 
 def test_clear_to_send_delivers() -> None:
-    result = run_incast(Incast(nbytes=MEBI // 2, senders=3, admission=Admission.CTS))
+    result = run_incast(Incast(nbytes=MEBI // 4, senders=3, admission=Admission.CTS))
     assert result.over_ideal <= 1.2
 
 
