@@ -33,10 +33,11 @@ class Miraccl:
     """Engine ``miraccl``; ``window``: the target's memory is window memory."""
 
     def __init__(self, name: str, window: bool) -> None:
-        import miraccl
+        from miraccl import Agent
 
+        self.before = memory_mib()
         start = time.perf_counter()
-        self.agent = miraccl.Agent(name, secret=SECRET, timeout=30)
+        self.agent = Agent(name, secret=SECRET, timeout=30)
         self.start_ms = (time.perf_counter() - start) * 1e3
         self.window = window
 
@@ -77,18 +78,19 @@ class Miraccl:
         start = prepared.start
         return lambda: start().wait()
 
-    def ping(self, address: str, count: int) -> float:
+    def ping(self, seconds: float) -> float:
         """Return us of a notification round trip with an agent in ``pong``."""
         peer, agent = self.peer, self.agent
         peer.notify(agent.address.encode())
         agent.wait_notification(10)
         best = float("inf")
-        for _ in range(count // 50):
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
             start = time.perf_counter()
-            for _ in range(50):
+            for _ in range(20):
                 peer.notify(b"ping")
                 agent.wait_notification(10)
-            best = min(best, (time.perf_counter() - start) / 50)
+            best = min(best, (time.perf_counter() - start) / 20)
         peer.notify(b"end")
         return best * 1e6
 
@@ -117,6 +119,7 @@ class Nixl:
     def __init__(self, name: str, window: bool) -> None:
         from nixl_cu12._api import nixl_agent, nixl_agent_config
 
+        self.before = memory_mib()
         start = time.perf_counter()
         installed = os.environ.get("NIXL_AS_INSTALLED") == "1"
         if installed:
@@ -174,7 +177,7 @@ class Nixl:
     def progress(self) -> None:
         self.agent.get_new_notifs()
 
-    def ping(self, address: str, count: int) -> float:
+    def ping(self, seconds: float) -> float:
         raise NotImplementedError
 
     def pong(self) -> None:
@@ -189,6 +192,7 @@ class Mooncake:
     def __init__(self, name: str, window: bool) -> None:
         from mooncake.engine import TransferEngine
 
+        self.before = memory_mib()
         start = time.perf_counter()
         self.engine = TransferEngine()
         if self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") != 0:
@@ -236,7 +240,7 @@ class Mooncake:
     def progress(self) -> None:
         """Nothing: it has threads."""
 
-    def ping(self, address: str, count: int) -> float:
+    def ping(self, seconds: float) -> float:
         raise NotImplementedError
 
     def pong(self) -> None:
@@ -268,7 +272,6 @@ def measure(run: Any, seconds: float) -> float:
 
 def main() -> None:
     kind, name, window = sys.argv[1:4]
-    before = memory_mib()
     engine: Any = {"miraccl": Miraccl, "nixl": Nixl, "mooncake": Mooncake}[kind](
         name, window == "window"
     )
@@ -284,7 +287,7 @@ def main() -> None:
             break
         command, arguments = json.loads(line)
         try:
-            value = handle(engine, command, arguments, before)
+            value = handle(engine, command, arguments)
         except Exception as error:
             print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
             continue
@@ -293,7 +296,7 @@ def main() -> None:
     os._exit(0)
 
 
-def handle(engine: Any, command: str, arguments: Any, before: float) -> Any:
+def handle(engine: Any, command: str, arguments: Any) -> Any:
     if command == "offer":
         return engine.offer(*arguments)
     if command == "connect":
@@ -301,7 +304,7 @@ def handle(engine: Any, command: str, arguments: Any, before: float) -> Any:
     if command == "start_ms":
         return engine.start_ms
     if command == "memory":
-        return memory_mib() - before
+        return memory_mib() - engine.before
     if command == "pong":
         return engine.pong()
     if command == "ping":

@@ -124,10 +124,10 @@ def run_engine(engine: Engine, python: str, seconds: float) -> dict[str, float |
     target, initiator = Worker(engine, "target", python), Worker(engine, "initiator", python)
     result: dict[str, float | str] = {}
     try:
+        result["memory of an agent, MiB"] = target.call("memory")
         offer = target.call("offer", MAX_BYTES)
         result["first transfer, ms"] = initiator.call("connect", offer, MAX_BYTES)
         result["start, ms"] = initiator.call("start_ms")
-        result["memory of the target, MiB"] = target.call("memory") - MAX_BYTES / 2**20
         for kind, nbytes, blocks in cells(engine):
             name = label(kind, nbytes, blocks)
             try:
@@ -138,7 +138,7 @@ def run_engine(engine: Engine, python: str, seconds: float) -> dict[str, float |
                 result[name] = f"fails: {error}"[:60]
         if engine.kind == "miraccl":
             target.send("pong")
-            result["notification round trip"] = initiator.call("ping", "", 5000)
+            result["notification round trip"] = initiator.call("ping", 2.0)
         result["idle, % of a core"] = initiator.call("cpu", 0.5)
     except RuntimeError as error:
         result["error"] = str(error)

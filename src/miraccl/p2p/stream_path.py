@@ -41,6 +41,8 @@ INLINE_BYTES = 1 << 16
 STRIPE_BYTES = 1 << 23
 SPIN_NS = 50_000
 WAIT_SLICE_NS, POST_SLICE_NS = 50_000_000, 20_000
+#: Up to this size the caller sends for longer: a thread that is woken costs more.
+BRIEF_BYTES, BRIEF_SLICE_NS = 4 << 20, 500_000
 #: Time in which an answer on the same network usually comes; ``start`` blocks for it.
 FAST_SLICE_NS = 40_000
 #: Operations without an answer yet on one stream; then the caller reads answers first.
@@ -84,7 +86,8 @@ class Stream:
             raise self.broken
         self.pending.append(transfer)
         transfer.begin()
-        self._run(transfer, POST_SLICE_NS, sends_only=True)
+        brief = transfer.job.extents.total <= BRIEF_BYTES
+        self._run(transfer, BRIEF_SLICE_NS if brief else POST_SLICE_NS, sends_only=True)
 
     def adopt(self, transfer: StreamTransfer, result: int) -> None:
         """Continue an operation that ``StreamPath.try_fast`` has begun; the caller holds the
@@ -219,7 +222,8 @@ class StreamTransfer(Transfer):
                 stream.post(self)
             else:
                 stream.adopt(self, begun)
-        if not self._done and job.extents.total > INLINE_BYTES:
+        reads = job.kind == frames.GET and job.extents.total > INLINE_BYTES
+        if not self._done and (reads or not self.sent):
             path.background_of(stream).add(self)
 
     def begin(self) -> None:

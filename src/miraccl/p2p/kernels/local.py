@@ -38,12 +38,15 @@ from miraccl.native.intrinsics import (
     sched_yield,
     store,
     store_release,
+    stream_line,
     syscall,
 )
 from miraccl.p2p import layout
 
 #: A step on more bytes releases the GIL: it takes longer than two switches of threads.
 RELEASE_GIL_BYTES = 1 << 14
+#: Transfers from this size on are copied past the caches, in parts of at least so many bytes.
+STREAM_BYTES, STREAM_PART_BYTES = 8 << 20, 4096
 
 
 @inline
@@ -59,26 +62,43 @@ def begin_access(job: int) -> bool:
 
 
 @inline
+def copy_past_caches(target: int, source: int, nbytes: int) -> None:
+    """Copy without reading the target's lines first, for data larger than the caches."""
+    head = min(nbytes, -target & 63)
+    memcpy(target, source, head)
+    lines = (nbytes - head) // 64
+    for i in range(lines):
+        stream_line(target + head + 64 * i, source + head + 64 * i)
+    done = head + 64 * lines
+    memcpy(target + done, source + done, nbytes - done)
+
+
+@inline
 def move_window(job: int, budget: int) -> int:
     """Copy extents between local memory and a mapped window; return the bytes copied."""
     extents, count = load(job + layout.JOB_EXTENTS), load(job + layout.JOB_COUNT)
     base, reads = load(job + layout.JOB_BASE), load(job + layout.JOB_METHOD) == layout.WINDOW_READ
     index, offset = load(job + layout.JOB_INDEX), load(job + layout.JOB_OFFSET)
-    moved = 0
+    moved, large = 0, load(job + layout.JOB_TOTAL) >= STREAM_BYTES
     while index < count and moved < budget:
         extent = extents + index * layout.EXTENT_BYTES
         nbytes = load(extent + 16)
         part = min(nbytes - offset, budget - moved)
         local, remote = load(extent) + offset, base + load(extent + 8) + offset
+        source, target = local, remote
         if reads:
-            memcpy(local, remote, part)
+            source, target = remote, local
+        if large and part >= STREAM_PART_BYTES:
+            copy_past_caches(target, source, part)
         else:
-            memcpy(remote, local, part)
+            memcpy(target, source, part)
         moved += part
         offset += part
         if offset == nbytes:
             index += 1
             offset = 0
+    if large:
+        fence()  # stores past the caches are ordered by a fence only
     store(job + layout.JOB_INDEX, index)
     store(job + layout.JOB_OFFSET, offset)
     return moved
