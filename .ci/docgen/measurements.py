@@ -105,6 +105,12 @@ BENCHMARKS = (
         text="Counts that change with every call, as in mixture-of-experts layers.",
     ),
     Benchmark(
+        folder="transfers",
+        title="One-sided transfers",
+        script="bench/transfers.py",
+        text="Writes, reads, block lists and notifications, beside NIXL and Mooncake.",
+    ),
+    Benchmark(
         folder="gpu_links",
         title="Links between GPUs",
         script="bench/gpu_links.py",

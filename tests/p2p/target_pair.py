@@ -12,12 +12,18 @@ from miraccl.p2p.notify import Inbox
 from miraccl.p2p.registration import RegionTable
 from miraccl.p2p.serving import ServedStream
 from miraccl.transport.region import Rights
+from miraccl.wire.p2p import Introduction
 from miraccl.wire.p2p_target import Notify, Place, Region, Send, SendMemory, Target
 
 #: Bytes before and after each region that nothing may write.
 GUARD = 4096
 SIZES = {"rw": 3000, "r": 500, "w": 64}
 PATTERN = 0xA5
+
+
+INTRODUCTION = Introduction(
+    name="test", agent=bytes(32), address="", host="", pid=1, connection=1, stream=0
+)
 
 
 class Regions:
@@ -81,7 +87,7 @@ class Regions:
     def run_compiled(self, data: bytes) -> tuple[bytes, list[tuple[int, int, bytes]]]:
         """Send bytes to the compiled target, then the end; return (replies, notifications)."""
         ours, theirs = socket.socketpair()
-        stream = ServedStream(theirs, "test", bytes(32), self.table, self.inbox, lambda s: None)
+        stream = ServedStream(theirs, INTRODUCTION, self.table, self.inbox, lambda s: None)
         stream.start(b"")
         replies = b""
         ours.settimeout(10)

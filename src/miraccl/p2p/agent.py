@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import socket
 import threading
@@ -204,7 +205,7 @@ class Agent:
             sock.sendall(side.ready(path is not None))
             if path is None:
                 sockets = [sock, *self._dial_more(address, connection, 1, deadline)]
-                path = self._open_streams(address, side.welcome, sockets)
+                path = self._open_streams(address, connection, side.welcome, sockets)
             else:
                 path.sock = sock
         except (OSError, MiracclError) as error:
@@ -238,7 +239,7 @@ class Agent:
             found = next((p for p in self._peers if p.name == name and p.lost is None), None)
         return found or self.connect(address)
 
-    def _introduction(self, connection: int, stream: int) -> Introduction:
+    def _introduction(self, connection: int, stream: int, attempt: int = 0) -> Introduction:
         return Introduction(
             name=self.name,
             agent=self.agent,
@@ -247,6 +248,7 @@ class Agent:
             pid=os.getpid(),
             connection=connection,
             stream=stream,
+            attempt=attempt,
         )
 
     def _open_local(self, welcome: Welcome) -> LocalPath | None:
@@ -260,7 +262,13 @@ class Agent:
             return None
 
     def _dial_more(
-        self, address: str, connection: int, first: int, deadline: Deadline, agent: bytes = b""
+        self,
+        address: str,
+        connection: int,
+        first: int,
+        deadline: Deadline,
+        agent: bytes = b"",
+        attempt: int = 0,
     ) -> list[socket.socket]:
         """Open further streams of a connection.
 
@@ -269,9 +277,8 @@ class Agent:
         """
         sockets: list[socket.socket] = []
         for stream in range(first, max(1, params.P2P_STREAMS.read())):
-            sock, side = dial(
-                address, self._secret, self._introduction(connection, stream), deadline
-            )
+            introduction = self._introduction(connection, stream, attempt)
+            sock, side = dial(address, self._secret, introduction, deadline)
             sockets.append(sock)
             assert side.welcome is not None
             if agent and side.welcome.agent != agent:
@@ -287,12 +294,13 @@ class Agent:
         return sockets
 
     def _open_streams(
-        self, address: str, welcome: Welcome, sockets: list[socket.socket]
+        self, address: str, connection: int, welcome: Welcome, sockets: list[socket.socket]
     ) -> StreamPath:
-        def redial() -> list[socket.socket]:
-            connection = int.from_bytes(clock.random_bytes(7), "little")
-            deadline = Deadline.after(self.timeout)
-            opened = self._dial_more(address, connection, 0, deadline, welcome.agent)
+        attempts = itertools.count(1)
+
+        def redial(deadline: Deadline) -> list[socket.socket]:
+            attempt = next(attempts)
+            opened = self._dial_more(address, connection, 0, deadline, welcome.agent, attempt)
             for sock in opened:
                 self._control.watch(sock, functools.partial(self._lost, path, sock))
             return opened
@@ -390,11 +398,14 @@ class Agent:
             self._control.watch(sock, lambda: self._inbox.remove_pair(pair))
             return
         self._dropped(token)
+        with self._lock:
+            earlier = [stream for stream in self._served if stream.precedes(introduction)]
+        for stream in earlier:
+            stream.close()
         try:
             served = ServedStream(
                 sock,
-                introduction.name,
-                introduction.agent,
+                introduction,
                 self._table,
                 self._inbox,
                 self._served_ended,

@@ -17,6 +17,7 @@ from miraccl.p2p.native_calls import load_word, serve
 from miraccl.p2p.notify import Inbox, Notification
 from miraccl.p2p.registration import RegionTable
 from miraccl.transport.fifo import PrivateMemory, memory_at
+from miraccl.wire.p2p import Introduction
 
 log = trace.logger("p2p")
 
@@ -30,20 +31,20 @@ class ServedStream:
 
     Args:
         sock: Proven connection; owned from now on.
-        name, agent: The initiator's.
+        introduction: The initiator's.
     """
 
     def __init__(
         self,
         sock: socket.socket,
-        name: str,
-        agent: bytes,
+        introduction: Introduction,
         table: RegionTable,
         inbox: Inbox,
         ended: Callable[[ServedStream], None],
     ) -> None:
         self._report_end = ended
-        self._sock, self.peer_name, self.agent = sock, name, agent
+        self._sock, self._introduction = sock, introduction
+        self.peer_name, self.agent = introduction.name, introduction.agent
         self._inbox, self._table = inbox, table
         sizes = {
             frames.SERVE_STAGING: frames.STAGING_BYTES,
@@ -67,13 +68,19 @@ class ServedStream:
             (frames.SERVE_LAST_OP, -1),
         ):
             self._words[word // 8] = value
-        self._thread = clock.thread(self._main, name=f"miraccl-serve-{name}")
+        self._thread = clock.thread(self._main, name=f"miraccl-serve-{self.peer_name}")
 
     def start(self, first: bytes) -> None:
         """Serve the stream; ``first`` are bytes that were received already."""
         ctypes.memmove(self._word(frames.SERVE_STAGING), first, len(first))
         self._words[frames.SERVE_END // 8] = len(first)
         self._thread.start()
+
+    def precedes(self, other: Introduction) -> bool:
+        """Return True if ``other`` opens the connection of this stream again."""
+        mine = self._introduction
+        same = (mine.agent, mine.connection) == (other.agent, other.connection)
+        return same and mine.attempt < other.attempt
 
     def _word(self, at: int) -> int:
         return int(self._words[at // 8])

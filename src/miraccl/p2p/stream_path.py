@@ -441,7 +441,7 @@ class StreamPath:
         *,
         timeout: float,
         label: str,
-        redial: Callable[[], list[socket.socket]],
+        redial: Callable[[Deadline], list[socket.socket]],
     ) -> None:
         self.name, self.timeout, self._label, self._redial = name, timeout, label, redial
         self.streams = [Stream(sock) for sock in sockets]
@@ -480,8 +480,11 @@ class StreamPath:
         ``start``, which also continues it after a time slice without an answer.
         """
         stream = self.streams[0]
-        if self.lost is not None or stream.broken is not None or stream.pending:
+        if self.lost is not None:
             return 0
+        for other in self.streams:
+            if other.pending or other.broken is not None:
+                return 0
         if job.kind == frames.GET and notify is not None:
             return 0
         if not stream.lock.acquire(blocking=False):
@@ -528,12 +531,16 @@ class StreamPath:
                 block_nbytes=job[0].extents.block_nbytes,
             )
             return StripedTransfer(
-                self, list(zip(self._usable(), job, strict=False)), extents, job=job, **common
+                self,
+                list(zip(self._usable(deadline), job, strict=False)),
+                extents,
+                job=job,
+                **common,
             )
         if not job.extents.total:
             return _Empty(self, notify, job, common)
         if not begun:
-            return StreamTransfer(self, self._choose(), job, **common)
+            return StreamTransfer(self, self._choose(deadline), job, **common)
         common["number"], result, stream = job.begun
         job.begun = None
         try:
@@ -541,15 +548,30 @@ class StreamPath:
         finally:
             stream.lock.release()
 
-    def _usable(self) -> list[Stream]:
-        """Return the streams, opened anew if a deadline has broken one."""
+    def _usable(self, deadline: Deadline) -> list[Stream]:
+        """Return the streams, once nothing of a transfer that passed its deadline can follow.
+
+        Streams that a deadline has broken are opened anew; the target ends the old ones first.
+        """
+        for stream in self.streams:
+            while stream.broken is None and stream.pending and stream.pending[0].done_flag:
+                if not deadline.left:
+                    raise TransferTimeout(
+                        f"agent {self.name!r} has not answered a transfer that passed its deadline "
+                        f"for {deadline.seconds:g} s more",
+                        agent=self.name,
+                        reason="deadline",
+                    )
+                with stream.lock:
+                    stream.step(min(WAIT_SLICE_NS, int(deadline.left * 1e9)))
         if any(stream.broken is not None for stream in self.streams):
             with self._lock:
                 if any(stream.broken is not None for stream in self.streams):
-                    old, self.streams = self.streams, [Stream(s) for s in self._redial()]
+                    old = self.streams
                     for stream in old:
                         with stream.lock:
                             stream.fail(stream.broken or self._closed_error())
+                    self.streams = [Stream(s) for s in self._redial(deadline)]
         return self.streams
 
     def _closed_error(self) -> AgentLost:
@@ -557,9 +579,9 @@ class StreamPath:
             f"the connection to agent {self.name!r} was closed", agent=self.name, reason="closed"
         )
 
-    def _choose(self) -> Stream:
+    def _choose(self, deadline: Deadline) -> Stream:
         """Return the first stream that nobody uses, or the next in turn."""
-        streams = self._usable()
+        streams = self._usable(deadline)
         for stream in streams:
             if not stream.pending:
                 return stream
@@ -567,7 +589,7 @@ class StreamPath:
 
     def notify(self, data: bytes, number: int, deadline: Deadline, status: int = 0) -> None:
         self._check_alive()
-        self.send_notification(self._usable()[0], data, number, status, 0, deadline)
+        self.send_notification(self._usable(deadline)[0], data, number, status, 0, deadline)
 
     def send_notification(
         self,

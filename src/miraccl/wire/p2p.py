@@ -39,6 +39,8 @@ class Introduction:
 
     ``agent``: random identifier of the agent; a restarted one has another. ``address``: host:port
     at which it listens. ``connection``: number that all streams of one connection share.
+    ``attempt``: how often the connection was opened before; the target first ends the streams of
+    earlier attempts, so that nothing they carried is written later than what follows.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Introduction:
     pid: int
     connection: int
     stream: int
+    attempt: int = 0
 
     KIND: ClassVar[int] = 16
     LAYOUT: ClassVar[tuple[tuple[str, str], ...]] = (
@@ -58,6 +61,7 @@ class Introduction:
         ("pid", "u64"),
         ("connection", "u64"),
         ("stream", "u32"),
+        ("attempt", "u32"),
     )
 
 
