@@ -25,6 +25,7 @@ from miraccl.tools.schedule_timeline import MessageArrow, StepEvent, compute_tim
 FOLD_FROM = 9  # ranks from which pictures are folded by default
 
 _CHARACTER = 6.3  # mean width of a character at 11 px
+_BOLD_CHARACTER = 6.95  # that of the bold names of primitives, in DejaVu Sans
 _LINE, _BOX, _LANE, _GAP, _ELLIPSIS = 14, 48, 58, 22, 64
 _TOP, _LEGEND_LINE, _LEGEND_WIDTH = 92, 19, 64  # px, px, characters: the width of a phone
 _TEXT, _MUTED, _ARROW = "#111111", "#555555", "#444444"
@@ -85,8 +86,11 @@ class _Picture:
             for number, event in enumerate(self.events)
         }
         self.texts = [self._lines(event) for event in self.events]
-        longest = max((len(line) for lines in self.texts for line in lines), default=8)
-        self.box = round(max(70, 14 + _CHARACTER * longest))
+        longest = max(
+            (_CHARACTER * len(line) for lines in self.texts for line in lines), default=50
+        )
+        bold = max((_BOLD_CHARACTER * len(lines[0]) for lines in self.texts), default=50)
+        self.box = round(max(70, 14 + max(longest, bold)))
         labels = [row.label for row in self.layout.rows if row.rank is not None]
         self.left = round(24 + _CHARACTER * max(len(label) for label in labels))
         self._place_columns()

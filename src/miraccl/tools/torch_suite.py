@@ -1,7 +1,8 @@
 """PyTorch's own ``distributed_test`` on miraccl beside Gloo, as a table.
 
-    python -m miraccl.tools.torch_suite                       # all tests, both backends; takes an
-    hour python -m miraccl.tools.torch_suite --test all_reduce     # those whose names contain this
+\b
+    python -m miraccl.tools.torch_suite                       # all tests, both backends
+    python -m miraccl.tools.torch_suite --test all_reduce     # those whose names contain this
 
 The tests come with the installed wheel of PyTorch; they need the package ``expecttest``.
 """
