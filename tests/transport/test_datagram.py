@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
+from miraccl import clock
 from miraccl.proxy import Proxy
 from miraccl.proxy.datagram_engine import DatagramEngine
 from miraccl.transport.base import DatagramOptions, Endpoint
 from miraccl.transport.datagram import DatagramTransport, SocketInfo, paths_between
+from miraccl.transport.fifo import PrivateMemory, memory_at
 from miraccl.transport.registry import UDP
-from tests.transport.conformance import WAIT_S, TransportConformance, World
+from miraccl.wire.proxy_records import LossKind
+from tests.transport.conformance import WAIT_S, TransportConformance, World, pattern
 from tests.transport.socket_world import SLOT
 
 
@@ -172,3 +175,62 @@ def test_a_closed_port_of_the_peer_makes_its_path_suspect() -> None:
         second._sockets[1].close()
         world.wait(lambda: states()[1] != "open")
         assert states()[0] == "open"
+
+
+#: asm-generic/socket.h: without checksums the kernel refuses UDP_SEGMENT with EINVAL.
+SO_NO_CHECK = 11
+
+
+def engine_of(world: World, rank: int) -> DatagramEngine:
+    transport = world.transports[rank]
+    assert isinstance(transport, DatagramTransport)
+    assert isinstance(transport._proxy, DatagramEngine)
+    return transport._proxy
+
+
+def test_an_interface_that_refuses_super_packets_gets_single_ones() -> None:
+    world = build_world(2, options=DatagramOptions(mtu=1472))
+    with world.cleanup:
+        world.connect()
+        transport = world.transports[0]
+        assert isinstance(transport, DatagramTransport)
+        for sock in transport._sockets:
+            sock.setsockopt(socket.SOL_SOCKET, SO_NO_CHECK, 1)
+        way = world.way(0, 1)
+        way.post(pattern(SLOT))
+        assert way.take()[0] == pattern(SLOT)
+        (report,) = engine_of(world, 0).paths()
+        assert not report.gso
+        assert report.send_errors == 0
+        assert engine_of(world, 1).paths()[0].gso
+
+
+def test_memory_is_not_written_after_an_abort_has_returned() -> None:
+    world = build_world(2, options=DatagramOptions(mtu=1472))
+    with world.cleanup:
+        world.connect()
+        nbytes = 8 << 20
+        way, source, target = world.way(0, 1), PrivateMemory(nbytes), PrivateMemory(nbytes)
+        memory_at(source.address, nbytes)[:] = b"x" * nbytes
+        way.recv.clear_to_send(target.address, nbytes)
+        assert way.send.post_address(source.address, nbytes)
+        world.wait(lambda: b"x" in bytes(memory_at(target.address, nbytes)))
+        world.transports[1].abort("enough")
+        before = bytes(memory_at(target.address, nbytes))
+        world.wait(lambda: world.losses[0], "the sender did not learn of the abort")
+        assert bytes(memory_at(target.address, nbytes)) == before
+        assert world.losses[0][0][1].kind is LossKind.ABORTED
+
+
+def test_an_idle_engine_sleeps() -> None:
+    world = build_world(2)
+    with world.cleanup:
+        world.connect()
+        way = world.way(0, 1)
+        way.post(b"x")
+        way.take()
+        engine = engine_of(world, 0)
+        world.wait(lambda: engine._atomics.load_acquire(engine.asleep) == 1)
+        rounds = engine.rounds
+        clock.sleep(0.05)
+        assert engine.rounds - rounds <= 3
