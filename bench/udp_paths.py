@@ -318,7 +318,7 @@ def compare_rates(args: argparse.Namespace, title: str, **shape: Any) -> dict[st
     """Measure UDP and the peers on one lab, in turns."""
     slow = shape.pop("slow", None)
     streams = shape.pop("streams", 1)
-    with netlab.Lab(**shape) as lab:
+    with netlab.Lab(queue=args.queue, **shape) as lab:
         capacity = shape["rate"] * shape.get("paths", 1)
         if slow is not None:
             lab.set_rate(0, slow)
@@ -368,7 +368,7 @@ def rows_slow(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def rows_tail(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """p99 of messages of 1 MiB, one by one, beside miraccl's TCP."""
     row: dict[str, Any] = {"title": "1 MiB one by one, loss 1%"}
-    with netlab.Lab(rate=args.rate, loss=0.01) as lab:
+    with netlab.Lab(queue=args.queue, rate=args.rate, loss=0.01) as lab:
         for net in ("udp", "tcp"):
             times: list[float] = []
             for _ in range(args.rounds):
@@ -383,7 +383,7 @@ def rows_tail(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def rows_failure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A path dies and heals under load; then all paths die for a while."""
     small = 64 << 10
-    with netlab.Lab(rate=args.rate / 2, paths=2) as lab:
+    with netlab.Lab(queue=args.queue, rate=args.rate / 2, paths=2) as lab:
         with ranks_in(lab, 2, net="udp", options={"ports": 1}) as ranks:
             ranks.start("stream", small, 4.0)
             start = time.monotonic()
@@ -431,7 +431,7 @@ def rows_failure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def rows_incast(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Eight senders of 4 MiB each into one port."""
     nbytes, senders = 4 << 20, 8
-    with netlab.Lab(hosts=senders + 1, rate=args.rate) as lab:
+    with netlab.Lab(hosts=senders + 1, queue=args.queue, rate=args.rate) as lab:
         payload = (1500 - 72) / (1500 + ETHERNET_BYTES)
         ideal = senders * nbytes * 8 / (args.rate * payload)
         for name, spec in (
@@ -502,6 +502,7 @@ def main() -> None:
     )
     parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--rate", type=float, default=500e6, help="bits per second, all paths")
+    parser.add_argument("--queue", type=int, default=300_000, help="bytes of each switch port")
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--congestion", default="swift")
@@ -516,7 +517,7 @@ def main() -> None:
             found.append(rounded(row))
             print(json.dumps(found[-1]), flush=True)
     taken = os.times()
-    load = os.getloadavg()[0]
+    load = os.getloadavg()[1]  # of the last five minutes
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         settings = {k: v for k, v in vars(args).items() if k not in ("out",)}
