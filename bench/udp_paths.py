@@ -156,7 +156,7 @@ class Rank:
     def paths(self) -> list[dict[str, Any]]:
         if not isinstance(self.engine, DatagramEngine):
             return []
-        return [vars(report) for report in self.engine.paths()]
+        return [vars(report) for report in self.engine.reports()]
 
     def close(self) -> None:
         self.transport.close()

@@ -169,7 +169,7 @@ def test_a_closed_port_of_the_peer_makes_its_path_suspect() -> None:
         def states() -> list[str]:
             way.post(b"x")
             way.take()
-            return [report.state for report in engine.paths()]
+            return [report.state for report in engine.reports()]
 
         world.wait(lambda: states() == ["open", "open"])
         second._sockets[1].close()
@@ -199,10 +199,13 @@ def test_an_interface_that_refuses_super_packets_gets_single_ones() -> None:
         way = world.way(0, 1)
         way.post(pattern(SLOT))
         assert way.take()[0] == pattern(SLOT)
-        (report,) = engine_of(world, 0).paths()
+        (status,) = transport.paths()
+        assert (status.transport, status.state, status.peer) == ("udp", "OPEN", 1)
+        assert status.sent_bytes >= SLOT
+        (report,) = engine_of(world, 0).reports()
         assert not report.gso
         assert report.send_errors == 0
-        assert engine_of(world, 1).paths()[0].gso
+        assert engine_of(world, 1).reports()[0].gso
 
 
 def test_memory_is_not_written_after_an_abort_has_returned() -> None:

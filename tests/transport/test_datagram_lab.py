@@ -93,7 +93,7 @@ def test_a_path_that_dies_is_left_and_used_again(make_lab: Callable[..., netlab.
             way.post(b"x" * SLOT)
             assert way.take()[0] == b"x" * SLOT
             time.sleep(0.002)
-            return [report.state for report in engine.paths()]
+            return [report.state for report in engine.reports()]
 
         world.wait(lambda: states() == ["open", "open"])
         lab.set_up(1, up=False)

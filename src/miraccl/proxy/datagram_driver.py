@@ -6,6 +6,7 @@ system call.  The sockets are shared by all peers of a transport; a packet names
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -213,7 +214,10 @@ class DatagramDriver(FifoDriver):
             pass  # counts as lost
         except OSError as error:
             log.info("rank %d: path %d: %s", self.peer, packet.path, error)
-            self.flow.on_unreachable(packet.path)
+            if error.errno == errno.EMSGSIZE:
+                self.flow.paths[packet.path].shrink(now_ns())
+            else:
+                self.flow.on_unreachable(packet.path)
 
     def _note(self, events: list[FlowEvent]) -> None:
         for event in events:

@@ -20,7 +20,7 @@ from miraccl.proxy.datagram_driver import NSTREAMS, flow_config, now_ns
 from miraccl.proxy.engine import EngineLink, ProgressEngine, register_descriptor, write_link
 from miraccl.proxy.flow_memory import FlowMemory
 from miraccl.proxy.kernels import flow_layout, link_layout
-from miraccl.transport.base import DatagramConnection, DatagramPath, NetConnection
+from miraccl.transport.base import DatagramConnection, DatagramPath, NetConnection, PathStatus
 from miraccl.transport.fifo import PrivateMemory, memory_at
 from miraccl.wire.datagram.packets import MAX_PATHS
 from miraccl.wire.datagram.seal import Protection
@@ -71,11 +71,14 @@ class PathReport:
     sent_bytes: int
     received_packets: int
     received_bytes: int
+    acked_bytes: int
+    lost_bytes: int
     resent: int
     spurious: int
     send_errors: int
     last_errno: int
     gso: bool
+    controller: str
 
 
 @dataclass(eq=False, kw_only=True)
@@ -138,13 +141,37 @@ class DatagramEngine(ProgressEngine):
         link = self._links.get(peer)
         return isinstance(link, DatagramLink) and link.flow.word(flow_layout.FLOW_REACHED) != 0
 
-    def paths(self) -> list[PathReport]:
-        """Return the state of all paths; any thread may ask."""
+    def reports(self) -> list[PathReport]:
+        """Return the state of all paths in detail; any thread may ask."""
         return [
             _report(link, index, path)
             for link in list(self._links.values())
             if isinstance(link, DatagramLink) and isinstance(link.connection, DatagramConnection)
             for index, path in enumerate(link.connection.paths)
+        ]
+
+    def paths(self) -> list[PathStatus]:
+        """Return the state of all paths as ``miraccl net watch`` shows it; any thread may ask."""
+        return [
+            PathStatus(
+                peer=report.peer,
+                transport="udp",
+                path=report.path,
+                local=report.local,
+                remote=report.remote,
+                state=report.state.upper(),
+                sent_bytes=report.acked_bytes,
+                received_bytes=report.received_bytes,
+                resent_bytes=report.lost_bytes,
+                lost=report.resent,
+                rtt_us=report.rtt / 1000,
+                min_rtt_us=report.min_rtt / 1000,
+                rate=float(report.rate),
+                window_bytes=report.window,
+                controller=report.controller,
+                mtu=report.mtu,
+            )
+            for report in self.reports()
         ]
 
     @property
@@ -280,9 +307,12 @@ def _report(link: DatagramLink, index: int, path: DatagramPath) -> PathReport:
         sent_bytes=word(flow_layout.PATH_SENT_BYTES),
         received_packets=word(flow_layout.PATH_RECEIVED_PACKETS),
         received_bytes=word(flow_layout.PATH_RECEIVED_BYTES),
+        acked_bytes=word(flow_layout.PATH_ACKED_BYTES),
+        lost_bytes=word(flow_layout.PATH_LOST_BYTES),
         resent=word(flow_layout.PATH_LOST_PACKETS),
         spurious=word(flow_layout.PATH_SPURIOUS),
         send_errors=word(flow_layout.PATH_SEND_ERRORS),
         last_errno=word(flow_layout.PATH_LAST_ERRNO),
         gso=not word(flow_layout.PATH_NO_GSO),
+        controller=link.flow.config.congestion,
     )

@@ -30,7 +30,7 @@ from miraccl.proxy.datagram_driver import DatagramDriver, DatagramSockets
 from miraccl.proxy.driver import NO_TIMER, Driver
 from miraccl.proxy.plugin_driver import PluginDriver
 from miraccl.proxy.stream_driver import StreamDriver
-from miraccl.transport.base import DatagramConnection, NetConnection, OnLost, Wake
+from miraccl.transport.base import DatagramConnection, NetConnection, OnLost, PathStatus, Wake
 from miraccl.transport.fifo import PAGE_BYTES, Atomics, PrivateMemory, native_atomics
 from miraccl.transport.net_plugin import PluginConnection
 from miraccl.wire import proxy_records as wire
@@ -135,6 +135,10 @@ class Proxy:
         """Return True once a path to a peer over datagrams has answered."""
         driver = self._drivers.get(peer)
         return isinstance(driver, DatagramDriver) and driver.reached
+
+    def paths(self) -> list[PathStatus]:
+        """Return nothing: only the compiled engine reports its paths."""
+        return []
 
     def attach_drivers(self, factories: Sequence[Callable[[], Driver]]) -> None:
         """Make drivers on the proxy's thread and run all of them, or none."""

@@ -296,6 +296,9 @@ class DatagramPort(ProxyPort, Protocol):
     def reached(self, peer: int) -> bool:
         """Return True once a path to the peer has carried a packet and its acknowledgement."""
 
+    def paths(self) -> Sequence[PathStatus]:
+        """Return the state of all paths; callable from any thread."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TransportContext:

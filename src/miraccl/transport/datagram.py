@@ -41,6 +41,7 @@ from miraccl.transport.base import (
     Endpoint,
     Fifo,
     FifoPair,
+    PathStatus,
     Transport,
     TransportContext,
 )
@@ -343,6 +344,9 @@ class DatagramTransport(Transport):
             recv_key=derive_key(self._secret, self._job, peer, self.rank, (info.nonce, own.nonce)),
             options=self._options,
         )
+
+    def paths(self) -> Sequence[PathStatus]:
+        return () if self._closed else self._proxy.paths()
 
     def describe(self, peer: int) -> str:
         """Return the paths and settings of the connection to a peer."""
