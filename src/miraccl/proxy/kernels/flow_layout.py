@@ -42,10 +42,7 @@ FLOW_REACHED = 112  # a path has become OPEN
 FLOW_SEAL, FLOW_OPEN = 120, 128  # cipher contexts
 FLOW_ABORTED = 136  # 1: the peer has sent its reason, which is in the link's text
 FLOW_GOODBYE = 144  # 1: the last acknowledgements are sent
-FLOW_WANTED, FLOW_RECEIVED = 152, 160  # bytes announced by frames, and received, of new data
-FLOW_SENDER = 168  # index in the grantor's table
 FLOW_PATHS, FLOW_STREAMS = 176, 184  # addresses
-FLOW_EVENTS = 192  # address of the ring of path events that Python reads
 FLOW_BYTES = 256
 
 # ---- path
@@ -113,7 +110,7 @@ PORT_NSOCKETS = 48
 PORT_HASH, PORT_HASH_MASK = 56, 64  # table of (connection, flow), entries - 1
 PORT_PROTECTION = 72
 PROTECT_NONE, PROTECT_MAC, PROTECT_AEAD = 0, 1, 2
-PORT_STRANGERS, PORT_OVERFLOWS = 80, 88  # packets without a valid tag; of full socket buffers
+PORT_STRANGERS = 80  # packets without a valid tag
 PORT_SENDS, PORT_RECEIVES = 96, 104  # system calls
 PORT_DROPPED = 112  # packets that the kernel did not take
 #: Functions of libcrypto: encrypt init, update, final; decrypt init, update, final; ctrl.

@@ -102,16 +102,7 @@ def note_change(flow: int, path: int, before: int) -> None:
         return
     if after == layout.OPEN:
         store(flow + layout.FLOW_REACHED, 1)
-    if log(flow, layout.LOG_CHANGED, load(path + layout.PATH_INDEX), before, after):
-        return
-    events = load(flow + layout.FLOW_EVENTS)
-    if events != 0:  # a ring of 64 that Python reads
-        count = load(events)
-        entry = events + 8 + 32 * (count & 63)
-        store(entry, load(path + layout.PATH_INDEX))
-        store(entry + 8, before)
-        store(entry + 16, after)
-        store(events, count + 1)
+    log(flow, layout.LOG_CHANGED, load(path + layout.PATH_INDEX), before, after)
 
 
 # ---- acknowledgements
@@ -510,8 +501,7 @@ def on_data(flow: int, record: int) -> int:
             if target != 0:
                 memcpy(target + low, payload + low - offset, high - low)
         at = high
-    new = ranges.add(received, offset, stop, CAPACITY)
-    store(flow + layout.FLOW_RECEIVED, load(flow + layout.FLOW_RECEIVED) + max(new, 0))
+    ranges.add(received, offset, stop, CAPACITY)
     if not ranges.covers(received, total):
         return 0
     return 1 if complete_frame(flow, index) else -1
