@@ -111,6 +111,12 @@ BENCHMARKS = (
         text="Writes, reads, block lists and notifications, beside NIXL and Mooncake.",
     ),
     Benchmark(
+        folder="transfers_cuda",
+        title="One-sided transfers of GPU memory",
+        script="bench/transfers.py --device cuda",
+        text="Two processes on one GPU: blocks by one kernel, staged, and one copy per block.",
+    ),
+    Benchmark(
         folder="gpu_links",
         title="Links between GPUs",
         script="bench/gpu_links.py",
