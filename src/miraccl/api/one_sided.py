@@ -10,12 +10,12 @@ import numpy as np
 
 from miraccl import clock
 from miraccl.errors import CollectiveTimeout, InvalidUsage
-from miraccl.p2p.agent import Agent
 from miraccl.p2p.arrays import memory_of
 from miraccl.p2p.descriptors import RemoteMemory
 from miraccl.wire.auth import SECRET_BYTES
 
 if TYPE_CHECKING:
+    from miraccl.p2p.agent import Agent
     from miraccl.p2p.notify import Notification
     from miraccl.p2p.peer import Peer
     from miraccl.p2p.registration import Registration
@@ -188,6 +188,9 @@ class OneSided:
         if self._agent is None:
             secret = np.frombuffer(clock.random_bytes(SECRET_BYTES), np.uint8).copy()
             secret = comm.broadcast(secret, root=0)
+            # Imported late: it loads the transports of agents, which most programs do not use.
+            from miraccl.p2p.agent import Agent
+
             self._agent = Agent(
                 f"rank-{self.rank}", secret=secret.tobytes(), timeout=comm._core.session.timeout
             )
