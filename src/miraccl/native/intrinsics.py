@@ -168,7 +168,7 @@ def stream_line(typingctx: Any, dst: Any, src: Any) -> Any:
 @intrinsic
 def any_of_256_bytes(typingctx: Any, address: Any) -> Any:
     """Return the OR of the 32 words at an address."""
-    # LLVM does not vectorise loops over integers that become pointers: 4 GB/s instead of 11.
+    # A loop over words was half as fast: 3.7 against 7.2 GB/s on a loaded machine, one run.
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         line = ir.VectorType(_W, 8)

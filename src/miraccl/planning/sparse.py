@@ -17,8 +17,8 @@ from miraccl.types import Collective, DType
 
 #: Sizes of the blocks that one scan counts, in bytes, unless the caller fixes the size.
 BLOCK_BYTES = (256, 1024, 4096, 16384)
-#: Cost of gathering, folding and scattering one row beside its bytes, per rank that holds it:
-#: loads of the lists and three calls, 60 to 90 ns together (AMD EPYC, 2.6 GHz).
+#: Cost of gathering, folding and scattering one row beside its bytes, per rank that holds it, in
+#: microseconds. An estimate of its loads and calls, not measured.
 ROW_US = 0.03
 #: A scan reads once what a copy reads and writes.
 SCAN_FACTOR = 2.0
