@@ -9,6 +9,7 @@ once per cell.
     python bench/tcp_hosts.py --ranks 2 --rounds 5 --peer mpich=mpi:/venvs/mpich/bin/python \
         --peer gloo=gloo:/venvs/torch/bin/python --out tcp_hosts/MACHINE-DATE
     python bench/tcp_hosts.py --ops pingpong --ucx
+    python bench/tcp_hosts.py --peer thread=undriven:python
 
 A peer is NAME=LIBRARY:PYTHON; ``mpi`` runs the ``mpirun`` beside that Python or on PATH.
 Operations: ``pingpong`` (half of a round trip between rank 0 and the first rank of the other host)
@@ -120,6 +121,16 @@ class MiracclRank:
             self.comm.send(x, 0)
 
 
+class UndrivenRank(MiracclRank):
+    """miraccl whose links only the engine's thread advances."""
+
+    def __init__(self) -> None:
+        from miraccl.runtime import fabric
+
+        vars(fabric)["drive_network"] = lambda *_: None
+        super().__init__()
+
+
 class MpiRank:
     def __init__(self) -> None:
         from mpi4py import MPI
@@ -194,7 +205,13 @@ class GlooRank:
 
 def worker(library: str, path: str) -> None:
     """Run the cells that the orchestrator asks for."""
-    rank = {"miraccl": MiracclRank, "mpi": MpiRank, "gloo": GlooRank}[library]()
+    kinds: dict[str, Any] = {
+        "miraccl": MiracclRank,
+        "undriven": UndrivenRank,
+        "mpi": MpiRank,
+        "gloo": GlooRank,
+    }
+    rank = kinds[library]()
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(path)
     lines = sock.makefile("r")
@@ -275,7 +292,7 @@ class Group:
     ) -> Iterator[tuple[list[str], dict[str, str]]]:
         words = [python, os.path.abspath(__file__), "--worker", library, self._path]
         n = self._nranks
-        if library == "miraccl":
+        if library in ("miraccl", "undriven"):
             script = os.path.join(folder, "rank.sh")
             Path(script).write_text(
                 f'#!/bin/sh\nexport MIRACCL_HOSTID=h$(( MIRACCL_RANK * 2 / {n} ))\nexec "$@"\n'
