@@ -11,9 +11,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +22,10 @@ from hypothesis import strategies as st
 import miraccl
 from miraccl.bootstrap.link import SocketLink
 from miraccl.bootstrap.session import LinkSession
+from miraccl.errors import PeerDied
 from miraccl.schedule import catalog
+from miraccl.transport.base import FifoPair
+from miraccl.transport.socket import ConnectInfo, SocketTransport
 from tests.diagnosis import fault_ranks
 from tests.runtime import sweep_ranks
 from tests.runtime.test_collectives import ALGORITHMS, COUNTS, once
@@ -75,6 +77,28 @@ def test_large_messages(nranks: int, ranks_per_host: int) -> None:
     run_ranks(large, nranks, ranks_per_host)
 
 
+def departure_before_messages() -> None:
+    """Let the notice that rank 1 has left overtake its message."""
+    sweep_ranks.act_as_hosts(1)
+    with miraccl.init(timeout=30) as comm:
+        faults, gone = comm._core.faults, comm._core.context.gone
+        x = np.full(2_000_000, float(comm.rank))
+        if comm.rank == 1:
+            comm.send(x, 0)
+            return
+        faults._peer_left(1, "for a test")
+        assert not gone[1]
+        comm.recv(x, 1)
+        assert (x == 1).all()
+        fault_ranks.wait_until(lambda: bool(gone[1]))  # its connection has ended
+        with pytest.raises(PeerDied, match="rank 1 has left"):
+            comm.recv(x, 1)
+
+
+def test_messages_of_a_peer_that_has_left_arrive() -> None:
+    run_ranks(departure_before_messages, 2)
+
+
 def refused() -> str:
     sweep_ranks.act_as_hosts(1)
     with miraccl.init(algo="two_shot_put", timeout=10) as comm:
@@ -95,23 +119,57 @@ def test_addressable_algorithms_are_rejected_between_hosts() -> None:
 # ---- strangers
 
 
-def under_garbage(ranks_per_host: int) -> int:
-    """Send garbage from rank 0 to every port of the job while collectives run."""
+GARBAGE = (
+    b"",
+    b"GET / HTTP/1.1\r\n\r\n",
+    random.Random(3).randbytes(700),
+    b"\0" * 64,
+    b"\xff" * 4096,
+)
+
+
+def intrude(door: tuple[str, int], data: bytes) -> socket.socket | None:
+    """Return a connection to a port that took ``data``."""
+    sock = socket.socket(socket.AF_INET6 if ":" in door[0] else socket.AF_INET)
+    sock.settimeout(0.2)
+    try:
+        sock.connect(door)
+        sock.send(data)
+    except OSError:
+        sock.close()
+        return None
+    return sock
+
+
+def intrude_first(strangers: list[socket.socket]) -> None:
+    """Let strangers, which are added to the list, reach the ports of this rank's peers before it
+    does. The transports listen only while they connect.
+    """
+    connect = SocketTransport.connect
+
+    def late(transport: SocketTransport, infos: Mapping[int, bytes]) -> dict[int, FifoPair]:
+        for info in infos.values():
+            for door in ConnectInfo.decode(info).addresses:
+                strangers.extend(filter(None, (intrude(door, data) for data in GARBAGE)))
+        return connect(transport, infos)
+
+    SocketTransport.connect = late  # type: ignore[assignment, method-assign]  # own process
+
+
+def under_garbage(ranks_per_host: int) -> tuple[int, int]:
+    """Send garbage from rank 0 to the ports of the job while it connects and collectives run;
+    return the strangers at the control plane and at the transports.
+    """
     sweep_ranks.act_as_hosts(ranks_per_host)
+    strangers: list[socket.socket] = []
+    if int(os.environ["MIRACCL_RANK"]) == 0:
+        intrude_first(strangers)
     with miraccl.init(timeout=30) as comm:
-        fabric: Any = comm._core.fabric
-        transports = fabric._transports
-        mine = [
-            (lst.getsockname()[0], lst.getsockname()[1])
-            for t in transports
-            for lst in getattr(t, "_listeners", [])
-        ]
         session = comm._core.session
-        everyone = [eval(blob) for blob in session.all_gather(repr(mine).encode(), "ports")]
         assert isinstance(session, LinkSession)
         link = session._link
         assert isinstance(link, SocketLink)
-        doors = [door for doors in everyone for door in doors] + [link._sock.getpeername()[:2]]
+        door = link._sock.getpeername()[:2]
         done = threading.Event()
         sent = 0
 
@@ -120,26 +178,10 @@ def under_garbage(ranks_per_host: int) -> int:
             rng = random.Random(3)
             kept: list[socket.socket] = []
             while not done.is_set():
-                host, port = rng.choice(doors)
-                sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-                sock.settimeout(0.2)
-                try:
-                    sock.connect((host, port))
-                    sock.send(
-                        rng.choice(
-                            [
-                                b"",
-                                b"GET / HTTP/1.1\r\n\r\n",
-                                rng.randbytes(700),
-                                b"\0" * 64,
-                                b"\xff" * 4096,
-                            ]
-                        )
-                    )
-                except OSError:
-                    pass
-                sent += 1
-                kept.append(sock)
+                stranger = intrude(door, rng.choice(GARBAGE))
+                if stranger is not None:
+                    sent += 1
+                    kept.append(stranger)
                 if len(kept) > 30:
                     kept.pop(rng.randrange(30)).close()
             for sock in kept:
@@ -161,12 +203,14 @@ def under_garbage(ranks_per_host: int) -> int:
         if comm.rank == 0:
             thread.join(20)
             assert not thread.is_alive()
-        return sent
+        return sent, len(strangers)
 
 
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
 def test_garbage_at_the_ports_of_a_running_communicator(ranks_per_host: int) -> None:
-    assert run_ranks(under_garbage, 4 if ranks_per_host == 2 else 2, ranks_per_host)[0] > 10
+    sent, strangers = run_ranks(under_garbage, 2 * ranks_per_host, ranks_per_host)[0]
+    assert sent > 10
+    assert strangers >= 2 * len(GARBAGE) * ranks_per_host  # when it connects, and in the split
 
 
 # ---- namespaces

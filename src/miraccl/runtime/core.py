@@ -135,7 +135,7 @@ class CommunicatorCore(CoreTransfers):
         """Handle the loss of the connection to ``rank``; called by transports on any thread."""
         self._losses[rank] = loss
         faults: CpuFaults | None = getattr(self, "faults", None)
-        if faults is not None and rank not in faults.left:
+        if faults is not None:
             faults.connection_lost(rank, loss)
 
     # ---- admission of operations

@@ -32,6 +32,7 @@ from miraccl.runtime.loss_notice import (
     NOTICE_FIRST_S,
     run_after_notice,
 )
+from miraccl.transport.base import Capability
 from miraccl.wire.proxy_records import Loss, LossKind
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ _CAUSE_WAIT_S = {
     layout.ERR_CMA: DEATH_NOTICE_S,
     layout.ERR_STREAM_ENDED: 0.0,
 }
+#: Time for the connection of a peer that has left to end, after all that it had sent.
+STREAM_END_WAIT_S = 2.0
 DELIVERY_WAIT_S = 0.5  # for the others to receive a fault before it is raised here
 
 
@@ -67,6 +70,7 @@ class CpuFaults(CommunicatorFaults):
     def __init__(self, session: Session, fabric: Fabric, alone: Callable[[], bool]) -> None:
         self.lost: dict[int, str] = {}
         self.left: dict[int, str] = {}
+        self._unlinked: set[int] = set()  # peers whose network connection has ended
         self.control = ControlOps(session, fabric, alone, detector.deadlock_detector.wake)
         self._errors = EngineErrors(session, fabric, self.control, self.left)
         super().__init__(session)
@@ -217,7 +221,22 @@ class CpuFaults(CommunicatorFaults):
 
     def _peer_left(self, rank: int, reason: str) -> None:
         self.left[rank] = reason
-        self._wake_for_departure(rank)
+        pair = self.fabric.pairs.get(rank)
+        if (
+            pair is None
+            or Capability.NEEDS_PROGRESS not in pair.capabilities
+            or rank in self._unlinked
+            or self.closing
+        ):
+            self._wake_for_departure(rank)
+            return
+        # The notice may overtake messages of the peer: its connection is read to the end.
+        timer = clock.timer(STREAM_END_WAIT_S, lambda: self._wake_for_departure(rank))
+        timer.daemon, timer.name = True, "miraccl departure"
+        try:
+            timer.start()
+        except RuntimeError:  # cannot start a thread
+            self._wake_for_departure(rank)
 
     def _wake_for_departure(self, rank: int) -> None:
         self.fabric.context.gone[rank] = 1
@@ -252,8 +271,10 @@ class CpuFaults(CommunicatorFaults):
         A peer that closed in good order has left. Everything else is a fault, unless the control
         plane delivers the reason.
         """
+        self._unlinked.add(rank)
         if loss.kind is LossKind.CLOSED:
             self.left.setdefault(rank, str(loss))
+        if rank in self.left:
             self._wake_for_departure(rank)
         else:
             run_after_notice(self.session, loss, lambda: self._connection_broken(rank, loss))
