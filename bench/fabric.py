@@ -6,7 +6,7 @@ of htsim's own EQDS on the same cases, run by hand (seed 13). The permutation of
 another random one than htsim's.
 
     python bench/fabric.py                     # fabrics of 16 and 128 hosts: half a minute
-    python bench/fabric.py --hosts 1024 --out fabric/eqds
+    python bench/fabric.py --hosts 1024 --out fabric/MACHINE-DATE
     python bench/fabric.py --part datagrams    # incast, long lossy path, message times
 """
 

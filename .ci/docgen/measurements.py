@@ -117,6 +117,24 @@ BENCHMARKS = (
         text="Two processes on one GPU: blocks by one kernel, staged, and one copy per block.",
     ),
     Benchmark(
+        folder="nccl_plugin",
+        title="NCCL over the exported network plugin",
+        script="bench/nccl_plugin.py",
+        text="Two ranks on one GPU, beside NCCL's own sockets.",
+    ),
+    Benchmark(
+        folder="fabric",
+        title="Simulated fabric",
+        script="bench/fabric.py",
+        text="Published cases of receiver-driven transport on fat trees, in virtual time.",
+    ),
+    Benchmark(
+        folder="fabric_datagrams",
+        title="The datagram machine on the simulated fabric",
+        script="bench/fabric.py --part datagrams",
+        text="Incast, a long path with loss, and the tail of messages, in virtual time.",
+    ),
+    Benchmark(
         folder="gpu_links",
         title="Links between GPUs",
         script="bench/gpu_links.py",
