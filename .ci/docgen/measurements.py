@@ -117,12 +117,6 @@ BENCHMARKS = (
         text="Two processes on one GPU: blocks by one kernel, staged, and one copy per block.",
     ),
     Benchmark(
-        folder="tcp_hosts",
-        title="Two hosts over TCP",
-        script="bench/tcp_hosts.py",
-        text="Messages and collectives between two hosts of one machine.",
-    ),
-    Benchmark(
         folder="nccl_plugin",
         title="NCCL over the exported network plugin",
         script="bench/nccl_plugin.py",
