@@ -63,7 +63,14 @@ class Remote:
         return bytes.fromhex(self.call("register", name=name, access=access))
 
     def signal(self, number: int) -> None:
+        """Send a signal; return from SIGSTOP when the kernel has stopped all threads."""
         os.kill(self.pid, number)
+        while number == signal.SIGSTOP and not self._stopped():
+            pass
+
+    def _stopped(self) -> bool:
+        tasks = Path(f"/proc/{self.pid}/task").glob("*/stat")
+        return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
     def close(self) -> None:
         with suppress(ProcessLookupError):
