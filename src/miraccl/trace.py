@@ -17,7 +17,20 @@ LEVELS = {
     "version": logging.WARNING,
     "abort": logging.ERROR,
 }
-SUBSYSTEMS = ("bootstrap", "cache", "graph", "init", "proxy", "socket", "tuning")
+SUBSYSTEMS = (
+    "aggregation",
+    "bootstrap",
+    "cache",
+    "graph",
+    "init",
+    "nccl_plugin",
+    "net_plugin",
+    "p2p",
+    "proxy",
+    "socket",
+    "tuning",
+    "verbs",
+)
 _NCCL_NAMES = {"net": "socket"}
 
 

@@ -21,6 +21,8 @@ with miraccl.init() as comm:
     comm.split(0, comm.rank).finalize()
 """
 
+NO_VERBS = "not verbs: no usable InfiniBand or RoCE port (miraccl net devices says why))"
+
 
 def choices(rank: int, hosts: tuple[int, ...]) -> dict[int, TransportChoice]:
     ends = [
@@ -46,17 +48,18 @@ def test_transports_are_explained() -> None:
     found = choices(2, (0, 0, 1, 1, 2))
     assert summary.describe_transports(found) == "shm to 3; tcp to 0-1 4"
     assert summary.explain_transports(found) == [
-        "  to 0-1 4: tcp, addresses of a common family (not shm: not on one host)",
-        "  to 3: shm, same host (not tcp: shm is preferred)",
+        "  to 0-1 4: tcp, addresses of a common family (not shm: not on one host; " + NO_VERBS,
+        "  to 3: shm, same host (not tcp: shm is preferred; " + NO_VERBS,
     ]
 
 
 @pytest.mark.multiprocess
 def test_a_communicator_explains_its_transports() -> None:
-    for rank, (text, transports) in enumerate(run_ranks(summaries, 2)):
+    env = {"MIRACCL_IB_DISABLE": "1"}  # the same text on hosts with such ports
+    for rank, (text, transports) in enumerate(run_ranks(summaries, 2, env=env)):
         assert text.splitlines() == [
             f"rank {rank} of 2: shared memory with {1 - rank}",
-            f"  to {1 - rank}: shm, same host (not tcp: shm is preferred)",
+            f"  to {1 - rank}: shm, same host (not tcp: shm is preferred; {NO_VERBS}",
         ]
         assert transports == {f"shm to {1 - rank}"}
 

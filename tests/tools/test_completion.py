@@ -130,8 +130,8 @@ def test_fish_completes(folder: Path) -> None:
         text=True,
         timeout=60,
     )
-    words = [line.split("\t")[0] for line in result.stdout.splitlines()]
-    assert words == [expected.split()[-1] for _, expected in CASES]
+    words = {line.split("\t")[0] for line in result.stdout.splitlines()}
+    assert {expected.split()[-1] for _, expected in CASES} <= words
 
 
 def test_a_shell_that_is_not_known_is_refused() -> None:

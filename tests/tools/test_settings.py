@@ -141,7 +141,7 @@ def test_unknown_subsystems_are_rejected(monkeypatch: pytest.MonkeyPatch, subsys
     with pytest.raises(
         InvalidUsage,
         match=re.escape(
-            f"MIRACCL_DEBUG_SUBSYS={subsystems!r}: allowed are all, bootstrap, cache, "
+            f"MIRACCL_DEBUG_SUBSYS={subsystems!r}: allowed are all, aggregation, bootstrap, cache, "
         ),
     ):
         trace.configure()

@@ -104,9 +104,13 @@ def test_the_pair_decides_which_transport_is_used():
     far = Endpoint(rank=2, hostid="b", pid=1, machine="n", addresses=("10.0.0.2",))
     choice = registry.choose(a, near, specs)
     assert (choice.name, choice.reason) == ("shm", "same host")
-    assert choice.rejected == {"tcp": "shm is preferred"}
+    no_ports = "no usable InfiniBand or RoCE port (miraccl net devices says why)"
+    assert choice.rejected == {"tcp": "shm is preferred", "verbs": no_ports}
     choice = registry.choose(a, far, specs)
-    assert (choice.name, choice.rejected) == ("tcp", {"shm": "not on one host"})
+    assert (choice.name, choice.rejected) == (
+        "tcp",
+        {"shm": "not on one host", "verbs": no_ports},
+    )
     choice = registry.choose(a, near, registry.allowed("memory"))
     assert (choice.name, choice.rejected) == ("memory", {"shm": "memory is preferred"})
     with pytest.raises(SystemFailure, match=r"cannot connect ranks 0 and 2: .*not in one process"):

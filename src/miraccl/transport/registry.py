@@ -172,12 +172,8 @@ def _score_plugin(a: Endpoint, b: Endpoint) -> Score:
 def _score_verbs(a: Endpoint, b: Endpoint) -> Score:
     if a.rank == b.rank:
         return 0, "one rank"
-    for each in sorted((a, b), key=lambda endpoint: endpoint.rank):
-        if not each.hcas:
-            return 0, (
-                f"rank {each.rank} has no usable InfiniBand or RoCE port (miraccl net devices "
-                "says why)"
-            )
+    if not (a.hcas and b.hcas):
+        return 0, "no usable InfiniBand or RoCE port (miraccl net devices says why)"
     common = set(a.hcas) & set(b.hcas)
     if not common:
         return 0, f"{'/'.join(sorted(set(a.hcas)))} and {'/'.join(sorted(set(b.hcas)))} ports"
