@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from miraccl import params
-from miraccl.proxy.engine import ProgressEngine
+from miraccl.proxy.stream_engine import ProgressEngine
 from miraccl.transport.base import Endpoint, FifoPair
 from miraccl.transport.connect_round import set_tcp_options
 from miraccl.transport.ends import RecvEnd, SendEnd

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.support import netlab
 
 from miraccl.proxy.datagram_engine import DatagramEngine
-from miraccl.proxy.engine import ProgressEngine
+from miraccl.proxy.stream_engine import ProgressEngine
 from miraccl.transport.base import DatagramOptions, Endpoint
 from miraccl.transport.datagram import DatagramTransport
 from miraccl.transport.ends import RecvEnd, SendEnd

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from miraccl.executor.cpu import row_lists
-from miraccl.schedule import sparse
+from miraccl.schedule import row_schedules
 from miraccl.schedule.rows import select_rows
 
 
@@ -51,7 +51,7 @@ def test_lists() -> None:
     rng = np.random.default_rng(5)
     for _ in range(60):
         nranks, rows = int(rng.integers(1, 6)), int(rng.integers(1, 300))
-        schedule = sparse.build(nranks)
+        schedule = row_schedules.build(nranks)
         bits = rng.random((nranks, rows)) < rng.random()
         found = row_lists.select(
             schedule,

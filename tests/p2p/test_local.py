@@ -15,7 +15,7 @@ import pytest
 
 import miraccl
 from miraccl.native.atomics import store_release
-from miraccl.p2p import layout
+from miraccl.p2p import segment_layout as layout
 from miraccl.p2p.descriptors import RemoteMemory
 from miraccl.transport.region import Rights
 from tests.p2p.kit import Remote, RemoteError, remote_agent

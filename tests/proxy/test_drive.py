@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from miraccl import clock
-from miraccl.proxy.engine import ProgressEngine
 from miraccl.proxy.kernels import link_layout as layout
 from miraccl.proxy.kernels.progress_engine import DRIVE_HAND_OVER, DRIVE_POLL, DRIVE_POSTED
+from miraccl.proxy.stream_engine import ProgressEngine
 from miraccl.transport.ends import RecvEnd, SendEnd
 from miraccl.transport.fifo import native_atomics
 from tests.transport.conformance import WAIT_S, World

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import pytest
 
 from miraccl import native
-from miraccl.proxy.engine import FAULT_TEXTS, KERNEL, write_link
 from miraccl.proxy.kernels import link_layout as layout
+from miraccl.proxy.stream_engine import FAULT_TEXTS, KERNEL, write_link
 from miraccl.transport.fifo import FifoMemory, PrivateMemory, memory_at
 from miraccl.wire import proxy_records as rec
 from miraccl.wire.proxy import ProxyLink

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from miraccl.errors import CommunicatorClosed, MiracclError
 from miraccl.proxy import commands
-from miraccl.proxy.engine import ProgressEngine
+from miraccl.proxy.stream_engine import ProgressEngine
 from miraccl.transport.base import Fifo, FifoPair, NetConnection
 from miraccl.transport.ends import RecvEnd, SendEnd
 from miraccl.transport.fifo import FifoMemory, Mode, PrivateMemory, memory_at, native_atomics

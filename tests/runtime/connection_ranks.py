@@ -17,7 +17,7 @@ import numpy as np
 import miraccl
 from miraccl.deadline import Deadline
 from miraccl.errors import MiracclError
-from miraccl.proxy import Proxy, engine
+from miraccl.proxy import Proxy, stream_engine
 from miraccl.transport.connect_round import ConnectRound
 from miraccl.transport.socket import SocketTransport
 from miraccl.wire.stream import HandshakeState
@@ -130,7 +130,7 @@ def slow() -> float:
     """Exchange messages over a network that stalls for a second."""
     act_as_hosts(1)
     # The proxy in Python, whose streams can be stalled.
-    vars_of: Any = engine
+    vars_of: Any = stream_engine
     vars_of.ProgressEngine = lambda control, **arguments: Proxy(**arguments)
     with miraccl.init(timeout=30) as comm:
         x, out, other = np.full(350_000, comm.rank + 1.0), np.zeros(350_000), 1 - comm.rank

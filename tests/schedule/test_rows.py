@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from miraccl.errors import InvalidUsage, ScheduleError
-from miraccl.schedule import catalog, sparse
+from miraccl.schedule import catalog, row_schedules
 from miraccl.schedule.ir import Op, Schedule, Step
 from miraccl.schedule.rows import by_rows, check_tables, interpret_rows, select_rows
 from miraccl.schedule.text import dump, parse
@@ -18,7 +18,7 @@ from miraccl.types import Collective, RedOp
 
 def test_built_for_every_number_of_ranks() -> None:
     for nranks in (*range(1, 10), 16, 33):
-        schedule = sparse.build(nranks)
+        schedule = row_schedules.build(nranks)
         verify(schedule, rank_ordered=True)
         verify(schedule, in_place=True, rank_ordered=True)
         assert parse(dump(schedule)) == schedule
@@ -50,7 +50,7 @@ def _changed(schedule: Schedule, rank: int, number: int, step: Step) -> Schedule
 
 
 def test_refuses_tables_that_lack_rows() -> None:
-    schedule = sparse.build(3)
+    schedule = row_schedules.build(3)
     steps = schedule.channels[0][0]
     send = next(i for i, step in enumerate(steps) if step.op is Op.SEND)
     src = steps[send].src
@@ -83,7 +83,7 @@ def test_refuses_stale_rows() -> None:
 
 
 def test_tables_of_a_run_are_checked() -> None:
-    schedule = sparse.build(2)
+    schedule = row_schedules.build(2)
     bitmaps = np.array([[1, 1, 0, 0, 1], [0, 1, 0, 1, 0]], bool)
     good = select_rows(schedule, bitmaps, 4, 18)
     check_tables(schedule, good)
@@ -107,7 +107,7 @@ def test_tables_of_a_run_are_checked() -> None:
 
 
 def test_text_of_tables() -> None:
-    text = dump(sparse.build(2))
+    text = dump(row_schedules.build(2))
     assert "table 2 ranks 0 1" in text
     assert "send input[1]@0 to 1" in text
     with pytest.raises(ScheduleError, match="expected a table such as: table 0 ranks"):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from miraccl.deadline import Deadline
-from miraccl.proxy.engine import ProgressEngine
+from miraccl.proxy.stream_engine import ProgressEngine
 from miraccl.transport.base import Endpoint
 from miraccl.transport.socket import SocketOptions, SocketTransport
 from tests.transport.conformance import WAIT_S, World

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack, overload
 from miraccl.api.messages import Messages, PersistentOperations
 from miraccl.api.one_sided import OneSided
 from miraccl.api.operations import SUM, Collectives
-from miraccl.api.sparse import SparseCollectives
+from miraccl.api.sparse_operations import SparseCollectives
 from miraccl.api.uneven import UnevenCollectives
 from miraccl.deadline import Deadline
 from miraccl.diagnosis import blocked_ops

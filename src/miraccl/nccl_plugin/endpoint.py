@@ -46,7 +46,7 @@ from miraccl.errors import (
     as_system_failure,
 )
 from miraccl.native.nccl_net_abi import HANDLE_BYTES, Result
-from miraccl.nccl_plugin.kernels import layout
+from miraccl.nccl_plugin.kernels import comm_layout as layout
 from miraccl.transport import registry
 from miraccl.transport.base import (
     Capability,

@@ -24,7 +24,7 @@ from miraccl.errors import InvalidUsage, MiracclError, SystemFailure
 from miraccl.executor.cuda import toolkit
 from miraccl.executor.cuda.driver import check
 from miraccl.executor.cuda.gpu import Gpu
-from miraccl.p2p import layout
+from miraccl.p2p import segment_layout as layout
 from miraccl.p2p.arrays import Memory
 from miraccl.p2p.descriptors import RemoteMemory
 from miraccl.p2p.extents import Extents

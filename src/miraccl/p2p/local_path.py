@@ -24,7 +24,7 @@ from miraccl.errors import (
     TransferError,
     TransferTimeout,
 )
-from miraccl.p2p import layout
+from miraccl.p2p import segment_layout as layout
 from miraccl.p2p.descriptors import RemoteMemory
 from miraccl.p2p.extents import Extents
 from miraccl.p2p.native_calls import load_word, local

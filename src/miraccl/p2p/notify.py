@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from miraccl.errors import AgentLost, TransferCancelled, TransferError, TransferTimeout
-from miraccl.p2p import layout
+from miraccl.p2p import segment_layout as layout
 from miraccl.p2p.local_path import (
     STATUS_CANCELLED,
     STATUS_OK,

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from miraccl.deadline import Deadline
 from miraccl.errors import AgentLost, InvalidUsage, MiracclError
-from miraccl.p2p import extents, layout
+from miraccl.p2p import extents
+from miraccl.p2p import segment_layout as layout
 from miraccl.p2p.arrays import Memory, memory_of
 from miraccl.p2p.descriptors import RemoteMemory
 from miraccl.p2p.extents import Extents

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from miraccl import clock
 from miraccl.deadline import Deadline
 from miraccl.errors import InvalidUsage, SystemFailure, TransferTimeout
-from miraccl.p2p import layout
+from miraccl.p2p import segment_layout as layout
 from miraccl.p2p.arrays import Memory, windows
 from miraccl.p2p.descriptors import RemoteMemory, row_bytes
 from miraccl.p2p.native_calls import exchange_word, load_word, store_word

@@ -11,7 +11,7 @@ import numpy as np
 
 from miraccl import clock, trace
 from miraccl.errors import AgentLost, TransferCancelled, TransferError, TransferTimeout
-from miraccl.p2p import layout
+from miraccl.p2p import segment_layout as layout
 from miraccl.p2p import stream_layout as frames
 from miraccl.p2p.native_calls import load_word, serve
 from miraccl.p2p.notify import Inbox, Notification

@@ -1,7 +1,7 @@
 """The datagram engine: one compiled thread per rank that moves messages over UDP.
 
-It is the progress engine (``proxy.engine``) with another loop: links are the same, and their frames
-travel over compiled flows (``wire.datagram``) on sockets that all peers share.
+It is the progress engine (``proxy.stream_engine``) with another loop: links are the same, and their
+frames travel over compiled flows (``wire.datagram``) on sockets that all peers share.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 from miraccl import native
 from miraccl.native.crypto import AesGcm, addresses
 from miraccl.proxy.datagram_driver import NSTREAMS, flow_config, now_ns
-from miraccl.proxy.engine import EngineLink, ProgressEngine, register_descriptor, write_link
 from miraccl.proxy.flow_memory import FlowMemory
 from miraccl.proxy.kernels import flow_layout, link_layout
+from miraccl.proxy.stream_engine import EngineLink, ProgressEngine, register_descriptor, write_link
 from miraccl.transport.base import DatagramConnection, DatagramPath, NetConnection, PathStatus
 from miraccl.transport.fifo import PrivateMemory, memory_at
 from miraccl.wire.datagram.packets import MAX_PATHS

@@ -1,7 +1,7 @@
 """Proxy in Python: one thread per rank that moves messages between FIFOs in memory and networks.
 
-It runs any ``proxy.driver.Driver``. TCP between hosts uses the compiled ``proxy.engine`` instead;
-this one is its reference, and the proxy of networks that have no compiled driver.
+It runs any ``proxy.driver.Driver``. TCP between hosts uses the compiled ``proxy.stream_engine``
+instead; this one is its reference, and the proxy of networks that have no compiled driver.
 
 The thread sleeps in epoll on all descriptors of its drivers and on its doorbell, an eventfd, and
 uses no processor while nothing moves. Before it sleeps it sets the word ``asleep`` (sequentially

@@ -20,7 +20,7 @@ from miraccl.native.hashing import mix
 from miraccl.ops import spec
 from miraccl.ops.prepare import PreparedOp, prepare
 from miraccl.planning.planner import Candidate
-from miraccl.planning.sparse import (
+from miraccl.planning.sparse_planner import (
     BLOCK_BYTES,
     SAMPLE_FROM,
     SAMPLE_GROUPS,
@@ -28,7 +28,7 @@ from miraccl.planning.sparse import (
     SparseCandidate,
     SparseModel,
 )
-from miraccl.schedule import sparse
+from miraccl.schedule import row_schedules
 from miraccl.types import DType, RedOp
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ class SparseReducer:
         predicted: float,
     ) -> Any:
         core = self._core
-        schedule = sparse.build(core.nranks)
+        schedule = row_schedules.build(core.nranks)
         key = (call.dtype, call.op)
         if key not in self._runs:
             if len(self._runs) >= MAX_RUNS:

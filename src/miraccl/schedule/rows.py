@@ -10,7 +10,7 @@ chunk holds must be ranks of every table by which it is read or stored (``proof`
 
 ``check_tables`` checks what is left, the tables of one run: rows in range, each at most once, parts
 disjoint, and the rows of fewer ranks among those of more. ``select_rows`` makes tables from bitmaps
-and is the specification of the compiled version (``executor.cpu.kernels.sparse``).
+and is the specification of the compiled version (``executor.cpu.kernels.row_scan``).
 """
 
 from __future__ import annotations

@@ -31,11 +31,11 @@ from miraccl.torch.fast_path import FastPathCollectives
 from miraccl.torch.forms import short_form
 from miraccl.torch.matching import TagMatcher
 from miraccl.torch.message_work import FutureCompletion
+from miraccl.torch.point_to_point import Transfers
 from miraccl.torch.profiled import profiled, profiling, shown_as
 from miraccl.torch.routing import first_tensor
 from miraccl.torch.streams import GroupStreams
 from miraccl.torch.tensors import DEVICES, NAME, Staged, check_result, with_loads
-from miraccl.torch.transfers import Transfers
 from miraccl.torch.work import FinishedWork, Work, WorkQueue, no_action, seconds
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ class TransportSpec:
     module: str = ""
     network: bool = True
     automatic: bool = True
-    proxy: str = "miraccl.proxy.engine:ProgressEngine"
+    proxy: str = "miraccl.proxy.stream_engine:ProgressEngine"
     open: Callable[[TransportContext], Transport] | None = None
 
     def __post_init__(self) -> None:

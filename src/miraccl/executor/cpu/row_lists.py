@@ -14,7 +14,7 @@ from miraccl.executor.cpu.lower import Rows, Words
 from miraccl.schedule.ir import Schedule
 from miraccl.schedule.rows import union_table
 
-SCAN = "miraccl.executor.cpu.kernels.sparse"
+SCAN = "miraccl.executor.cpu.kernels.row_scan"
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from miraccl.native.intrinsics import (
     store32,
     store_release,
 )
-from miraccl.nccl_plugin.kernels import layout
+from miraccl.nccl_plugin.kernels import comm_layout as layout
 from miraccl.transport.fifo import (
     INLINE_BYTES,
     LINE_BYTES,

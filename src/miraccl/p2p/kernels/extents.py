@@ -18,7 +18,7 @@ from miraccl.native.intrinsics import (
     load32,
     store,
 )
-from miraccl.p2p import layout
+from miraccl.p2p import segment_layout as layout
 from miraccl.p2p.kernels.extents_layout import OVERLAP, RADIX, RADIX_BITS
 
 RELEASE_GIL_BLOCKS = 256

@@ -41,7 +41,7 @@ from miraccl.native.intrinsics import (
     stream_line,
     syscall,
 )
-from miraccl.p2p import layout
+from miraccl.p2p import segment_layout as layout
 
 #: A step on more bytes releases the GIL: it takes longer than two switches of threads.
 RELEASE_GIL_BYTES = 1 << 14

@@ -19,7 +19,7 @@ from miraccl.native.intrinsics import (
     load_acquire,
     store,
 )
-from miraccl.p2p import layout
+from miraccl.p2p import segment_layout as layout
 from miraccl.p2p import stream_layout as frames
 from miraccl.p2p.kernels.sockets import (
     EAGAIN,

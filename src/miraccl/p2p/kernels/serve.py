@@ -23,7 +23,7 @@ from miraccl.native.intrinsics import (
     store,
     store_release,
 )
-from miraccl.p2p import layout
+from miraccl.p2p import segment_layout as layout
 from miraccl.p2p import stream_layout as frames
 from miraccl.p2p.kernels.sockets import (
     EAGAIN,

@@ -19,10 +19,10 @@ from miraccl.errors import CommunicatorClosed, MiracclError, as_system_failure
 from miraccl.native import verbs_abi as abi
 from miraccl.native.verbs_abi import VerbsLibrary
 from miraccl.proxy.commands import COMMAND_TIMEOUT_S, CommandQueue
-from miraccl.proxy.engine import FAULT_TEXTS, register_descriptor
 from miraccl.proxy.kernels import link_layout
-from miraccl.proxy.verbs.kernels import layout
-from miraccl.proxy.verbs.memory import EngineConnection
+from miraccl.proxy.stream_engine import FAULT_TEXTS, register_descriptor
+from miraccl.proxy.verbs.connection_memory import EngineConnection
+from miraccl.proxy.verbs.kernels import verbs_layout as layout
 from miraccl.proxy.verbs.recovery import Kernel, Recovery
 from miraccl.transport.base import OnLost, Wake
 from miraccl.transport.fifo import PAGE_BYTES, PrivateMemory, memory_at, native_atomics

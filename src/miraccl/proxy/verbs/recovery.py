@@ -12,8 +12,8 @@ from dataclasses import replace
 from miraccl import clock, trace
 from miraccl.errors import MiracclError, ProtocolError
 from miraccl.proxy.kernels import link_layout
-from miraccl.proxy.verbs.kernels import layout
-from miraccl.proxy.verbs.memory import MOVING, PAUSED, EngineConnection
+from miraccl.proxy.verbs.connection_memory import MOVING, PAUSED, EngineConnection
+from miraccl.proxy.verbs.kernels import verbs_layout as layout
 from miraccl.wire.verbs import failover as machine
 from miraccl.wire.verbs.failover import NEVER, DownRow, QpState, ReopenRow
 from miraccl.wire.verbs.rows import (

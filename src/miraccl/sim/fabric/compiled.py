@@ -17,7 +17,7 @@ from miraccl.errors import InvalidUsage, SystemFailure
 from miraccl.native import PREFIX, library
 from miraccl.sim.fabric.events import SECOND
 from miraccl.sim.fabric.hashing import DRAW_RANGE, mix
-from miraccl.sim.fabric.kernels import layout
+from miraccl.sim.fabric.kernels import fabric_layout as layout
 from miraccl.sim.fabric.network import switch_salt
 from miraccl.sim.fabric.senders import ONE
 from miraccl.sim.fabric.transfers import Control, TransferRequest, TransferResult

@@ -15,7 +15,7 @@ from miraccl.proxy.kernels.link_send import (
     on_written,
     stream_of,
 )
-from miraccl.proxy.verbs.kernels import layout
+from miraccl.proxy.verbs.kernels import verbs_layout as layout
 from miraccl.proxy.verbs.kernels.posting import (
     as_int,
     deregister_finished,

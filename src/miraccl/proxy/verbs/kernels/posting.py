@@ -7,7 +7,7 @@ from miraccl.native.intrinsics import call4, inline, load, load32, memcpy, store
 from miraccl.proxy.kernels import link_layout
 from miraccl.proxy.kernels.link_receive import in_of
 from miraccl.proxy.kernels.link_send import CTS, DATA, alive, fail, out_of, stream_of
-from miraccl.proxy.verbs.kernels import layout
+from miraccl.proxy.verbs.kernels import verbs_layout as layout
 from miraccl.wire.verbs import rows
 from miraccl.wire.verbs.rows import encode_immediate, may_post, row_flags
 

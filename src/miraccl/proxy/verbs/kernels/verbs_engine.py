@@ -36,7 +36,7 @@ from miraccl.proxy.kernels.progress_engine import (
     wake_executor,
 )
 from miraccl.proxy.kernels.progress_engine import link_at as connection_at
-from miraccl.proxy.verbs.kernels import layout
+from miraccl.proxy.verbs.kernels import verbs_layout as layout
 from miraccl.proxy.verbs.kernels.completions import drain, end_streams, poll_all, resolve
 from miraccl.proxy.verbs.kernels.posting import (
     deregister_everything,

@@ -7,7 +7,7 @@ from typing import Any
 from miraccl.native.intrinsics import load, store
 from miraccl.sim.fabric.hashing import choose
 from miraccl.sim.fabric.kernels.event_queue import next_time, pop, schedule
-from miraccl.sim.fabric.kernels.layout import (
+from miraccl.sim.fabric.kernels.fabric_layout import (
     ACK,
     ARRIVE,
     BALANCE,

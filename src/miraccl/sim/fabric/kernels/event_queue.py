@@ -9,7 +9,7 @@ anything else can be scheduled for their instant; so lists need no sorting.
 from __future__ import annotations
 
 from miraccl.native.intrinsics import load, store
-from miraccl.sim.fabric.kernels.layout import (
+from miraccl.sim.fabric.kernels.fabric_layout import (
     BITS,
     EVENT_ORDER,
     EVENT_SIZE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from miraccl.native.intrinsics import load, store
 from miraccl.sim.fabric.hashing import draw
-from miraccl.sim.fabric.kernels.layout import (
+from miraccl.sim.fabric.kernels.fabric_layout import (
     ACKNOWLEDGED,
     BALANCE,
     CONTROL,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from miraccl.proxy.engine import write_link
 from miraccl.proxy.kernels import link_layout
-from miraccl.proxy.verbs.kernels import layout
+from miraccl.proxy.stream_engine import write_link
+from miraccl.proxy.verbs.kernels import verbs_layout as layout
 from miraccl.transport.fifo import PrivateMemory, memory_at
 from miraccl.transport.verbs import VerbsConnection
 from miraccl.wire.proxy_records import LinkConfig

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from miraccl.planning.planner import Candidate, Planner
-from miraccl.schedule import sparse
+from miraccl.schedule import row_schedules
 from miraccl.types import Collective, DType
 
 #: Sizes of the blocks that one scan counts, in bytes, unless the caller fixes the size.
@@ -97,7 +97,7 @@ class SparseModel:
     def rows(self, counts: RowCounts, dtype: DType) -> float:
         """Return the time of the schedule of rows, without scan and bitmaps."""
         moved = self._planner.predict(
-            sparse.DENSE_FORM, Collective.ALL_REDUCE, counts.union * counts.row_bytes, dtype
+            row_schedules.DENSE_FORM, Collective.ALL_REDUCE, counts.union * counts.row_bytes, dtype
         )
         return moved + ROW_US * (sum(counts.held) / max(1, len(counts.held)) + counts.union)
 
@@ -134,7 +134,7 @@ class SparseModel:
     ) -> SparseCandidate:
         """Return the record of the rows (``chosen``) or of ``dense`` in their place."""
         return SparseCandidate(
-            algo=sparse.NAME if chosen else dense.algo,
+            algo=row_schedules.NAME if chosen else dense.algo,
             proto="simple" if chosen else dense.proto,
             channels=1,
             predicted_us=sparse_us if chosen else dense.predicted_us,

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from miraccl.errors import InvalidUsage
 from miraccl.ops.device_arrays import is_gpu_array
-from miraccl.planning.sparse import SparseCandidate
+from miraccl.planning.sparse_planner import SparseCandidate
 from miraccl.runtime import group as groups
 from miraccl.runtime.coo import NAME as COO_NAME
 from miraccl.runtime.coo import CooReducer
