@@ -90,7 +90,17 @@ def test_blocks(target: Remote, agent: miraccl.Agent, window: bool) -> None:
     with agent.connect(target.address) as peer:
         transfer = peer.writev(local, blob, src_blocks=src, dst_blocks=dst)
         transfer.wait()
-        assert (transfer.explain().blocks, transfer.explain().extents) == (5, 3)
+        plan = transfer.explain()
+        assert (plan.blocks, plan.extents) == (5, 3)
+        plan.verify()
+        assert peer.explain_write(local, blob, src_blocks=src, dst_blocks=dst).schedule.dump() == (
+            plan.schedule.dump()
+        )
+        reading = peer.explain_read(
+            local[:3].copy(), blob, src_blocks=[4, 5, 9], dst_blocks=[2, 1, 0]
+        )
+        assert reading.schedule.nbytes == 192
+        assert reading.extents == 3
         expected = np.zeros((40, 64), np.uint8)
         expected[dst] = local[src]
         assert target.call("bytes", name="kv") == expected.tobytes().hex()

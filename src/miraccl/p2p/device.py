@@ -13,6 +13,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import resources
 from typing import Any
 
@@ -30,7 +31,8 @@ from miraccl.p2p.descriptors import RemoteMemory
 from miraccl.p2p.extents import Extents
 from miraccl.p2p.local_path import LocalPath, stale
 from miraccl.p2p.native_calls import exchange_word, load_word, store_word
-from miraccl.p2p.transfer import Transfer, TransferPlan
+from miraccl.p2p.transfer import Transfer
+from miraccl.p2p.transfer_plan import Rates, TransferPlan, make_plan
 from miraccl.transport.region import Rights
 
 #: Threads of a block, and bytes of an extent after cutting: 16 KiB blocks of a KV cache are whole.
@@ -40,6 +42,9 @@ BLOCKS_PER_SM = 2
 _HANDLE = struct.Struct("<64sQQ")  # IPC handle, offset in the allocation, process
 #: Constants of the prediction: us of a launch and its completion; GB/s of a copy within an H100.
 LAUNCH_US, GB_S = 8.0, 1300.0
+#: GB/s between a GPU and pinned memory.
+PINNED_GB_S = 25.0
+RATES = Rates(start_us=LAUNCH_US, call_us=0.0, extent_us=0.0, us_byte=1 / (GB_S * 1e3))
 
 
 def kernel_source() -> str:
@@ -165,16 +170,17 @@ class DeviceJob:
         self.event = self.copier.gpu.make_event()
 
     def explain(self, kind: str) -> TransferPlan:
-        return TransferPlan(
+        return make_plan(
+            self.extents,
+            [self.extents],
+            writes=self.writes,
+            max_bytes=1 << 62,
+            max_extents=max(self.extents.count, 1),
             method="kernel",
             reason=f"memory of two GPUs of this host; {self.count} extents of one launch",
             kind=kind,
             peer=self.path.name,
-            nbytes=self.extents.total,
-            blocks=self.extents.blocks,
-            extents=self.extents.count,
-            calls=1,
-            predicted_us=LAUNCH_US + self.extents.total / (GB_S * 1e3),
+            rates=RATES,
         )
 
     def start(
@@ -282,17 +288,13 @@ class StagedJob:
 
     def explain(self, kind: str) -> TransferPlan:
         plan = self._path_plan(kind)
-        return TransferPlan(
-            method="staged",
-            reason=f"GPU memory here, through pinned memory, then {plan.method}",
-            kind=kind,
-            peer=plan.peer,
-            nbytes=plan.nbytes,
-            blocks=plan.blocks,
-            extents=plan.extents,
-            calls=plan.calls + 1,
-            predicted_us=plan.predicted_us + LAUNCH_US + self.extents.total / 25e3,
+        rates = replace(
+            plan.rates,
+            start_us=plan.rates.start_us + LAUNCH_US,
+            copy_us=1 / (PINNED_GB_S * 1e3),
         )
+        reason = f"GPU memory here, through pinned memory, then {plan.method}"
+        return replace(plan, method="staged", reason=reason, rates=rates)
 
     def _path_plan(self, kind: str) -> TransferPlan:
         if hasattr(self._inner, "explain"):

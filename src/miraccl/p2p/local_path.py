@@ -29,15 +29,16 @@ from miraccl.p2p.descriptors import RemoteMemory
 from miraccl.p2p.extents import Extents
 from miraccl.p2p.native_calls import load_word, local
 from miraccl.p2p.registration import key_check
-from miraccl.p2p.transfer import Background, Transfer, TransferPlan
+from miraccl.p2p.transfer import Background, Transfer
+from miraccl.p2p.transfer_plan import Rates, TransferPlan, make_plan
 from miraccl.transport.mapped_file import MappedFile
 from miraccl.transport.region import Rights
 from miraccl.wire.p2p import Welcome
 
 #: Constants of the prediction, in us and us per byte or extent: one core of an AMD EPYC 9V74 at
 #: 2.6 GHz, Linux 6.x, ``bench/transfers.py``.
-CALL_US, WINDOW_US_BYTE, PROCESS_US_BYTE = 0.3, 5e-5, 7.5e-5
-PROCESS_CALL_US, EXTENT_US, PROCESS_EXTENT_US = 0.9, 0.03, 0.25
+WINDOW_RATES = Rates(start_us=0.3, call_us=0.0, extent_us=0.03, us_byte=5e-5)
+PROCESS_RATES = Rates(start_us=0.3, call_us=0.9, extent_us=0.25, us_byte=7.5e-5)
 _ERRNO_LOST = 3  # ESRCH: the process has ended
 #: Statuses in the notification ring; 0 is success.
 STATUS_OK, STATUS_FAILED, STATUS_CANCELLED, STATUS_TIMEOUT = range(4)
@@ -328,27 +329,22 @@ class Job:
         return done // self.extents.block_nbytes
 
     def explain(self, kind: str) -> TransferPlan:
-        extents = self.extents
+        where = f"process {self.path.pid} on this host"
         if self.in_window:
-            calls = extents.count
-            us = CALL_US + EXTENT_US * extents.count + WINDOW_US_BYTE * extents.total
-            reason = f"the memory is in a window of process {self.path.pid}, mapped here"
+            rates, reason = WINDOW_RATES, f"the memory is in a window of {where}, mapped here"
         else:
-            calls = max(1, -(-extents.count // layout.MAX_VECTORS))
-            calls = max(calls, -(-extents.total // layout.STEP_BYTES))
-            us = CALL_US + PROCESS_CALL_US * calls + PROCESS_EXTENT_US * extents.count
-            us += PROCESS_US_BYTE * extents.total
-            reason = f"private memory of process {self.path.pid} on this host"
-        return TransferPlan(
+            rates, reason = PROCESS_RATES, f"private memory of {where}"
+        return make_plan(
+            self.extents,
+            [self.extents],
+            writes=self.writes,
+            max_bytes=layout.STEP_BYTES,
+            max_extents=max(self.extents.count, 1) if self.in_window else layout.MAX_VECTORS,
             method=self.method,
             reason=reason,
             kind=kind,
             peer=self.path.name,
-            nbytes=extents.total,
-            blocks=extents.blocks,
-            extents=extents.count,
-            calls=calls,
-            predicted_us=us,
+            rates=rates,
         )
 
 

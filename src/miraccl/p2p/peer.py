@@ -16,7 +16,8 @@ from miraccl.p2p.descriptors import RemoteMemory
 from miraccl.p2p.extents import Extents
 from miraccl.p2p.local_path import LocalPath
 from miraccl.p2p.registration import Registration
-from miraccl.p2p.transfer import Transfer, TransferPlan
+from miraccl.p2p.transfer import Transfer
+from miraccl.p2p.transfer_plan import TransferPlan
 
 if TYPE_CHECKING:
     from miraccl.p2p.agent import Agent
@@ -169,6 +170,36 @@ class Peer:
         else:
             moved = self._blocks(memory, target, local_blocks, remote_blocks, writes, name)
         return Prepared(self, name, moved, target, writes, memory)
+
+    def explain_write(
+        self,
+        local: Any,
+        remote: RemoteMemory | bytes,
+        *,
+        src_blocks: Any = None,
+        dst_blocks: Any = None,
+    ) -> TransferPlan:
+        """Return what ``write`` or, with blocks, ``writev`` would do; nothing is moved.
+
+        The plan has method, merged extents, calls and predicted time, and the transfer as a
+        schedule. Arguments and errors as ``writev``.
+        """
+        return self.prepare(
+            "write", local, remote, local_blocks=src_blocks, remote_blocks=dst_blocks
+        ).explain()
+
+    def explain_read(
+        self,
+        local: Any,
+        remote: RemoteMemory | bytes,
+        *,
+        src_blocks: Any = None,
+        dst_blocks: Any = None,
+    ) -> TransferPlan:
+        """Return what ``read`` or, with blocks, ``readv`` would do, as ``explain_write``."""
+        return self.prepare(
+            "read", local, remote, local_blocks=dst_blocks, remote_blocks=src_blocks
+        ).explain()
 
     def prepare_extents(
         self, kind: str, moved: Extents, remote: RemoteMemory, owner: Any, device: int = -1
@@ -356,8 +387,8 @@ class Prepared:
         return transfer
 
     def explain(self) -> TransferPlan:
-        """Return the method and the predicted time."""
-        job = self._jobs[-1]
+        """Return the method, the steps as a schedule, and the predicted time."""
+        job = self._jobs[-1] if self._jobs else self._make_job()  # all may be under way
         if not hasattr(job, "explain"):  # stripes of a path by TCP
             made: TransferPlan = self._peer._path.explain(self._kind, self._extents)
             return made

@@ -31,7 +31,8 @@ from miraccl.p2p import stream_layout as frames
 from miraccl.p2p.descriptors import RemoteMemory
 from miraccl.p2p.extents import Extents
 from miraccl.p2p.native_calls import begin_op, run_op
-from miraccl.p2p.transfer import Background, Transfer, TransferPlan
+from miraccl.p2p.transfer import Background, Transfer
+from miraccl.p2p.transfer_plan import Rates, TransferPlan, make_plan
 from miraccl.transport.fifo import PrivateMemory
 from miraccl.transport.region import Rights
 
@@ -47,8 +48,8 @@ BRIEF_BYTES, BRIEF_SLICE_NS = 4 << 20, 500_000
 FAST_SLICE_NS = 40_000
 #: Operations without an answer yet on one stream; then the caller reads answers first.
 MAX_PENDING = 64
-#: Constants of the prediction in us: one round trip, one frame, one byte (loopback, EPYC 9V74).
-ROUND_TRIP_US, FRAME_US, BYTE_US, EXTENT_US = 12.0, 2.0, 1.5e-4, 0.05
+#: Constants of the prediction: round trip, frame, extent and byte (loopback, EPYC 9V74).
+RATES = Rates(start_us=12.0, call_us=2.0, extent_us=0.05, us_byte=1.5e-4)
 _NOTIFY = struct.Struct("<8q")
 
 
@@ -468,12 +469,17 @@ class StreamPath:
                 f"cannot {op_name}: agent {self.name!r} registered the memory without the right to "
                 f"{right.name.lower() if right.name else right}"
             )
-        if extents.total < STRIPE_BYTES or len(self.streams) == 1:
+        parts = self._stripes(extents)
+        if len(parts) == 1:
             return StreamJob(remote, extents, writes)
-        count = min(len(self.streams), max(1, 2 * extents.total // STRIPE_BYTES))
-        parts = split(extents, count)
         starts = itertools.accumulate((part.total for part in parts), initial=0)
         return [StreamJob(remote, part, writes, at) for part, at in zip(parts, starts)]
+
+    def _stripes(self, extents: Extents) -> list[Extents]:
+        """Return the extents of each stream that a transfer uses."""
+        if extents.total < STRIPE_BYTES or len(self.streams) == 1:
+            return [extents]
+        return split(extents, min(len(self.streams), max(1, 2 * extents.total // STRIPE_BYTES)))
 
     def try_fast(self, job: StreamJob, notify: bytes | None, numbers: Iterator[int]) -> int:
         """Run a short operation on an idle stream; return its number, or 0 if it must go to
@@ -630,19 +636,18 @@ class StreamPath:
                 ) from problem
 
     def explain(self, kind: str, extents: Extents) -> TransferPlan:
-        nframes = max(1, -(-extents.total // frames.MAX_PAYLOAD))
-        nframes = max(nframes, -(-extents.count // frames.MAX_FRAME_EXTENTS))
-        us = ROUND_TRIP_US + FRAME_US * nframes + EXTENT_US * extents.count
-        return TransferPlan(
+        parts = self._stripes(extents)
+        return make_plan(
+            extents,
+            parts,
+            writes=kind.startswith("write"),
+            max_bytes=frames.MAX_PAYLOAD,
+            max_extents=frames.MAX_FRAME_EXTENTS,
             method="tcp",
-            reason=f"{len(self.streams)} streams; the target checks and copies",
+            reason=f"{len(parts)} of {len(self.streams)} streams; the target checks and copies",
             kind=kind,
             peer=self.name,
-            nbytes=extents.total,
-            blocks=extents.blocks,
-            extents=extents.count,
-            calls=nframes,
-            predicted_us=us + BYTE_US * extents.total,
+            rates=RATES,
         )
 
     def _check_alive(self) -> None:

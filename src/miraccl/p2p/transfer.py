@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from miraccl import clock
@@ -13,41 +12,11 @@ from miraccl.errors import MiracclError, TransferCancelled, TransferTimeout
 
 if TYPE_CHECKING:
     from miraccl.p2p.extents import Extents
+    from miraccl.p2p.transfer_plan import TransferPlan
 
 
 #: Pause before the background thread continues a transfer.
 GRACE_S = 200e-6
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransferPlan:
-    """Explanation of a transfer.
-
-    Attributes:
-        method: ``window``, ``process``, ``owner`` or ``tcp``; ``kernel`` and ``staged`` on GPUs.
-        reason: Why this method.
-        blocks: Blocks of the caller's lists.
-        extents: Extents after merging.
-        calls: System calls, or kernels, or frames.
-        predicted_us: Time that the measured constants of the method predict.
-    """
-
-    method: str
-    reason: str
-    kind: str
-    peer: str
-    nbytes: int
-    blocks: int
-    extents: int
-    calls: int
-    predicted_us: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.kind} of {self.nbytes} bytes with {self.peer!r}: {self.method} "
-            f"({self.reason}); {self.blocks} blocks in {self.extents} extents, {self.calls} "
-            f"calls, about {self.predicted_us:.1f} us"
-        )
 
 
 class Transfer:
@@ -88,7 +57,7 @@ class Transfer:
         raise NotImplementedError
 
     def explain(self) -> TransferPlan:
-        """Return the method and the predicted time."""
+        """Return the method, the steps as a schedule, and the predicted time."""
         raise NotImplementedError
 
     # ---- for callers
