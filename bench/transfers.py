@@ -29,7 +29,7 @@ from typing import Any
 
 import common
 
-WORKER = Path(__file__).with_name("transfer_worker.py")
+WORKER = Path(__file__).parents[1] / "src/miraccl/tools/perf/transfer_worker.py"
 SMALL = (256, 4096, 16384, 65536, 1 << 20, 100_000_000)
 BLOCKS = ((1024, 4096), (1024, 16384), (4096, 16384))
 MAX_BYTES = 100_000_000

@@ -1,17 +1,24 @@
-"""One process of bench/transfers.py: an agent of miraccl, NIXL or Mooncake behind JSON lines.
+"""One process of a comparison of transfer engines: miraccl, NIXL or Mooncake behind JSON lines.
 
-It imports nothing of this repository unless the engine is miraccl, so it also runs in an
-environment that has only the peers.
+It is run as a file and imports nothing of this package unless the engine is miraccl, so it also
+runs in an environment that has only the peers and NumPy. ``bench/transfers.py`` and ``miraccl perf
+write --compare`` use it.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import select
 import sys
-import time
+import time  # noqa: TID251  # the file runs without miraccl
+from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # the peer must not import the files beside this one
+    _here = Path(__file__).resolve().parent
+    sys.path = [p for p in sys.path if Path(p or ".").resolve() != _here]
 
 import numpy as np
 
@@ -111,14 +118,24 @@ class Miraccl:
     polls = False
 
 
+def nixl_api() -> Any:
+    """Return NIXL's module, whose name depends on the wheel. Raises ``ImportError``."""
+    for name in ("nixl_cu12._api", "nixl_cu13._api", "nixl._api"):
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    raise ImportError("neither nixl_cu12, nixl_cu13 nor nixl is installed")
+
+
 class Nixl:
     """Engine ``nixl``; the transports of UCX are in UCX_TLS."""
 
     polls = True
 
     def __init__(self, name: str, window: bool) -> None:
-        from nixl_cu12._api import nixl_agent, nixl_agent_config
-
+        api = nixl_api()
+        nixl_agent, nixl_agent_config = api.nixl_agent, api.nixl_agent_config
         self.before = memory_mib()
         start = time.perf_counter()
         installed = os.environ.get("NIXL_AS_INSTALLED") == "1"
@@ -190,11 +207,11 @@ class Mooncake:
     polls = False
 
     def __init__(self, name: str, window: bool) -> None:
-        from mooncake.engine import TransferEngine
+        mooncake = importlib.import_module("mooncake.engine")
 
         self.before = memory_mib()
         start = time.perf_counter()
-        self.engine = TransferEngine()
+        self.engine = mooncake.TransferEngine()
         if self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") != 0:
             raise RuntimeError("Mooncake cannot be initialized")
         self.start_ms = (time.perf_counter() - start) * 1e3

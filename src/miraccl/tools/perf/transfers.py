@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -17,20 +18,27 @@ from miraccl.errors import InvalidUsage, MiracclError, TransferError
 from miraccl.p2p.agent import Agent
 from miraccl.p2p.descriptors import RemoteMemory
 from miraccl.p2p.peer import Peer
-from miraccl.tools.options import OutputFile, Sizes
+from miraccl.tools.options import OutputFile, Sizes, write_json
 from miraccl.tools.perf.plot import load_figure_class
+from miraccl.tools.perf.transfer_memory import PerfMemory, make_memory, pattern
+from miraccl.tools.perf.transfer_peers import PEERS, PeerPair, find_python
+from miraccl.tools.perf.transfer_worker import measure
 
 KINDS = ("write", "read", "writev")
 DEFAULT_SIZES = "256,4K,64K,1M,10M,100M"
-#: Period of the test pattern: no power of two, so that a shifted block is found.
-_PERIOD = 253
+#: Turns of miraccl and each peer at a size; the best one counts.
+_ROUNDS = 3
 _COLUMNS = f"{'bytes':>12} {'blocks':>7} {'us':>10} {'GB/s':>8} {'Gbit/s':>8}  {'method':<8} wrong"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Result of one size; ``wrong`` is the number of wrong bytes, -1 if they were not compared."""
+    """Result of one size; ``wrong`` is the number of wrong bytes, -1 if they were not compared.
 
+    ``engine`` is miraccl or a peer; ``ratio`` of a peer its time over that of miraccl.
+    """
+
+    engine: str = "miraccl"
     kind: str
     nbytes: int
     blocks: int
@@ -38,6 +46,9 @@ class Row:
     method: str
     extents: int
     wrong: int
+    device: str = "cpu"
+    predicted_us: float = 0.0
+    ratio: float = 1.0
 
     @property
     def gb_s(self) -> float:
@@ -45,10 +56,30 @@ class Row:
 
     def line(self) -> str:
         wrong = "-" if self.wrong < 0 else str(self.wrong)
+        ratio = "" if self.engine == "miraccl" else f"  {self.engine}: {self.ratio:.2f} x"
         return (
             f"{self.nbytes:>12} {self.blocks:>7} {self.us:>10.2f} {self.gb_s:>8.2f} "
-            f"{8 * self.gb_s:>8.2f}  {self.method:<8} {wrong}"
+            f"{8 * self.gb_s:>8.2f}  {self.method:<8} {wrong:>5}{ratio}"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """Measurement that the options describe."""
+
+    kind: str
+    sizes: list[int]
+    counts: list[int]
+    window: bool
+    device: str
+    seconds: float
+    checks: bool
+    quiet: bool
+    peers: dict[str, str]  # name -> Python
+
+    @property
+    def most(self) -> int:
+        return max(size * count for size in self.sizes for count in self.counts)
 
 
 @click.command(short_help="Measure one-sided transfers.")
@@ -80,10 +111,31 @@ class Row:
     "--blocks", default="1024", show_default=True, help="Numbers of blocks of writev, 1,128,4096."
 )
 @click.option("--private", is_flag=True, help="Private memory at the server, no window.")
-@click.option("--device", type=click.Choice(("cpu",)), default="cpu", help="Memory of the data.")
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    metavar="cpu|cuda[:N]",
+    help="Memory of the data, on both sides.",
+)
+@click.option(
+    "--compare",
+    metavar="nixl,mooncake",
+    default="",
+    help="Measure these in turns as well, in CPU memory of this host.",
+)
+@click.option("--peer-python", help="Python that has the peers.  [default: this one]")
 @click.option("--seconds", type=float, default=0.5, show_default=True, help="Time per size.")
 @click.option("--no-check", is_flag=True, help="Do not compare the bytes.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "--json",
+    "json_target",
+    type=OutputFile(),
+    metavar="FILE",
+    is_flag=False,
+    flag_value="-",
+    help="Write one JSON object; - is standard output.  [default: -]",
+)
 @click.option("--plot", type=OutputFile(), help="Write a plot of GB/s (needs matplotlib).")
 def transfers(
     kind: str,
@@ -96,9 +148,11 @@ def transfers(
     blocks: str,
     private: bool,
     device: str,
+    compare: str,
+    peer_python: str | None,
     seconds: float,
     no_check: bool,
-    as_json: bool,
+    json_target: str | None,
     plot: str | None,
 ) -> None:
     """Measure writes, reads or block lists between two processes, one after the other.
@@ -107,34 +161,63 @@ def transfers(
     Examples:
       miraccl perf write --sizes 256,64K,100M
       miraccl perf writev --sizes 16K --blocks 128,4096 --private
+      miraccl perf write --compare nixl,mooncake --peer-python ~/venvs/nixl/bin/python
+      miraccl perf writev --device cuda --sizes 16K --blocks 1024
       miraccl perf read --role server --host 10.0.0.7 --secret abc
       miraccl perf read --role client --connect 10.0.0.7:4711 --secret abc
     """
-    counts = _parse_counts(blocks) if kind == "writev" else [1]
     if role == "client" and not connect:
         raise InvalidUsage("cannot measure: --role client needs --connect HOST:PORT")
     secret = secret or _default_secret(role)
+    quiet = json_target == "-"
     if role == "server":
-        _serve(host, port, secret, quiet=as_json)
+        _serve(host, port, secret, quiet=quiet)
         return
+    job = _Job(
+        kind=kind,
+        sizes=sizes,
+        counts=_parse_counts(blocks) if kind == "writev" else [1],
+        window=not private,
+        device=_checked_device(device),
+        seconds=seconds,
+        checks=not no_check,
+        quiet=quiet,
+        peers=_find_peers(compare, peer_python, device, role),
+    )
     server = None
+    local = make_memory(None, job.most, job.device)  # the reason, if there is no GPU
     if role == "both":
         server, connect = _start_server(secret)
     try:
         with Agent("perf-client", secret=secret, host=host, timeout=60) as agent:
             assert connect is not None
-            rows = _measure_all(
-                agent, connect, kind, sizes, counts, not private, seconds, not no_check, as_json
-            )
+            rows = _measure_all(agent, connect, job, local)
     finally:
         if server is not None:
             server.wait(10)
-    if as_json:
-        print(json.dumps({"rows": [asdict(row) | {"gb_s": row.gb_s} for row in rows]}))
+    if json_target:
+        write_json(json_target, {"rows": [asdict(row) | {"gb_s": row.gb_s} for row in rows]})
     if plot:
         _plot(rows, plot)
     if any(row.wrong > 0 for row in rows):
         sys.exit(1)
+
+
+def _checked_device(device: str) -> str:
+    kind, colon, number = device.partition(":")
+    if kind not in ("cpu", "cuda") or (colon and (kind == "cpu" or not number.isdecimal())):
+        raise InvalidUsage(f"cannot measure: --device {device!r}; allowed are cpu, cuda and cuda:N")
+    return device
+
+
+def _find_peers(compare: str, python: str | None, device: str, role: str) -> dict[str, str]:
+    """Return the Python of each peer of ``--compare``."""
+    names = [name for name in compare.split(",") if name]
+    if unknown := sorted(set(names) - set(PEERS)):
+        raise InvalidUsage(f"cannot compare with {unknown[0]}; allowed are {', '.join(PEERS)}")
+    if names and (device != "cpu" or role != "both"):
+        raise InvalidUsage("cannot compare: --compare needs --role both and --device cpu")
+    return {name: find_python(name, python) for name in names}
 
 
 def _default_secret(role: str) -> str:
@@ -163,7 +246,7 @@ def _parse_counts(text: str) -> list[int]:
 
 def _start_server(secret: str) -> tuple[subprocess.Popen[str], str]:
     """Start the server of ``--role both``; return it and its address."""
-    words = [sys.executable, "-m", "miraccl", "perf", "write", "--role", "server", "--json"]
+    words = [sys.executable, "-m", "miraccl", "perf", "write", "--role", "server", "--json", "-"]
     server = subprocess.Popen(
         words,
         env={**os.environ, "MIRACCL_SECRET": secret},  # words of a command are visible to others
@@ -194,10 +277,10 @@ def _serve(host: str, port: int, secret: str, *, quiet: bool) -> None:
             if command == "hello":
                 peer = agent.connect(text)
             elif command == "offer" and peer is not None:
-                nbytes, window = json.loads(text)
-                memory = agent.empty(nbytes) if window else np.zeros(nbytes, np.uint8)
-                memory[:] = np.resize(np.arange(_PERIOD, dtype=np.uint8), nbytes)
-                peer.notify(agent.register(memory).advertise())
+                nbytes, window, device = json.loads(text)
+                memory = make_memory(agent, nbytes, device, window=window)
+                memory.store(pattern(nbytes))
+                peer.notify(agent.register(memory.array).advertise())
             elif command == "row" and not quiet:
                 print(text, flush=True)
             elif command == "end":
@@ -207,34 +290,28 @@ def _serve(host: str, port: int, secret: str, *, quiet: bool) -> None:
 # ---- client
 
 
-def _measure_all(
-    agent: Agent,
-    address: str,
-    kind: str,
-    sizes: list[int],
-    counts: list[int],
-    window: bool,
-    seconds: float,
-    checks: bool,
-    quiet: bool,
-) -> list[Row]:
+def _measure_all(agent: Agent, address: str, job: _Job, local: PerfMemory) -> list[Row]:
     peer = agent.connect(address)
     peer.notify(f"hello {agent.address}".encode())
-    most = max(size * count for size in sizes for count in counts)
-    peer.notify(f"offer {json.dumps([most, window])}".encode())
+    peer.notify(f"offer {json.dumps([job.most, job.window, job.device])}".encode())
     answer = agent.wait_notification(60)
     if answer is None or answer.error is not None:
         raise TransferError(f"the server at {address} offers no memory", agent=peer.name)
     remote = RemoteMemory.decode(answer.data)
-    local = np.resize(np.arange(_PERIOD, dtype=np.uint8), most)
-    rows = []
-    for text in (f"# {kind} with {peer.name} at {address}", _COLUMNS):
-        _show(peer, text, quiet)
-    for size in sizes:
-        for count in counts:
-            row = _measure(peer, remote, local, kind, size, count, seconds, checks)
-            rows.append(row)
-            _show(peer, row.line(), quiet)
+    local.store(pattern(job.most))
+    rows: list[Row] = []
+    with contextlib.ExitStack() as undo:
+        others = [
+            undo.enter_context(PeerPair(name, python, method=peer.method, nbytes=job.most))
+            for name, python in job.peers.items()
+        ]
+        for text in (f"# {job.kind} with {peer.name} at {address}, {job.device}", _COLUMNS):
+            _show(peer, text, job.quiet)
+        for size in job.sizes:
+            for count in job.counts:
+                for row in _measure(peer, remote, local, job, size, count, others):
+                    rows.append(row)
+                    _show(peer, row.line(), job.quiet)
     peer.notify(b"end")
     return rows
 
@@ -249,51 +326,75 @@ def _show(peer: Peer, text: str, quiet: bool) -> None:
 def _measure(
     peer: Peer,
     remote: RemoteMemory,
-    local: Any,
-    kind: str,
+    local: PerfMemory,
+    job: _Job,
     size: int,
     count: int,
-    seconds: float,
-    checks: bool,
-) -> Row:
+    others: list[PeerPair],
+) -> list[Row]:
+    """Return the row of miraccl and those of the peers, measured in turns."""
     total = size * count
     part = replace(remote, nbytes=total, block_nbytes=size)
     blocks: dict[str, Any] = {}
-    if kind == "writev":  # scattered at the target: block i goes to (i * step) mod count
+    order: list[int] | None = None
+    if job.kind == "writev":  # scattered at the target: block i goes to (i * step) mod count
         step = next(s for s in range(max(1, count // 3), 2 * count + 3) if np.gcd(s, count) == 1)
-        order = (np.arange(count, dtype=np.int64) * step % count).astype(np.int32)
-        blocks = {"local_blocks": np.arange(count, dtype=np.int32), "remote_blocks": order}
-    elif kind == "read":
-        local[:total] = 0
-    prepared = peer.prepare("read" if kind == "read" else "write", local[:total], part, **blocks)
-    start = clock.perf_counter()
-    prepared.start().wait()
-    calls = max(1, min(5000, int(seconds / 5 / max(clock.perf_counter() - start, 1e-6))))
-    best = float("inf")
-    for _ in range(5):
-        start = clock.perf_counter()
-        for _ in range(calls):
-            prepared.start().wait()
-        best = min(best, (clock.perf_counter() - start) / calls)
+        there = (np.arange(count, dtype=np.int64) * step % count).astype(np.int32)
+        blocks = {"local_blocks": np.arange(count, dtype=np.int32), "remote_blocks": there}
+        order = there.tolist()
+    elif job.kind == "read":
+        local.store(np.zeros(total, np.uint8))
+    kind = "read" if job.kind == "read" else "write"
+    prepared = peer.prepare(kind, local.part(total), part, **blocks)
+    turns = _ROUNDS if others else 1
+    ours, theirs = float("inf"), dict.fromkeys(others, (float("inf"), True))
+    for _ in range(turns):
+        ours = min(ours, measure(lambda: prepared.start().wait(), job.seconds / turns))
+        for other in others:
+            us, right = other.measure(kind, size, order, job.seconds / turns)
+            best, all_right = theirs[other]
+            theirs[other] = min(best, us), all_right and right
     plan = prepared.explain()
-    return Row(
-        kind=kind,
-        nbytes=size,
-        blocks=count,
-        us=best * 1e6,
-        method=plan.method,
-        extents=plan.extents,
-        wrong=_wrong_bytes(peer, part, local, blocks, size) if checks else -1,
-    )
+    wrong = _wrong_bytes(peer, part, local, blocks, size, job.device) if job.checks else -1
+    common: dict[str, Any] = {"kind": job.kind, "nbytes": size, "blocks": count}
+    rows = [
+        Row(
+            us=ours,
+            method=plan.method,
+            extents=plan.extents,
+            wrong=wrong,
+            device=job.device,
+            predicted_us=plan.predicted_us,
+            **common,
+        )
+    ]
+    rows += [
+        Row(
+            engine=other.name,
+            us=us,
+            method="",
+            extents=count,
+            wrong=0 if right else size * count,
+            ratio=us / ours,
+            **common,
+        )
+        for other, (us, right) in theirs.items()
+    ]
+    return rows
 
 
 def _wrong_bytes(
-    peer: Peer, part: RemoteMemory, local: Any, blocks: dict[str, Any], size: int
+    peer: Peer,
+    part: RemoteMemory,
+    local: PerfMemory,
+    blocks: dict[str, Any],
+    size: int,
+    device: str,
 ) -> int:
     """Return the number of bytes that differ between the two sides, read back by the client."""
-    back = np.zeros(part.nbytes, np.uint8)
-    peer.read(back, part).wait()
-    here = local[: part.nbytes]
+    memory = make_memory(None, part.nbytes, device)
+    peer.read(memory.part(part.nbytes), part).wait()
+    back, here = memory.load(part.nbytes), local.load(part.nbytes)
     if blocks:
         back = back.reshape(-1, size)[blocks["remote_blocks"]].reshape(-1)
     return int((back != here).sum())
@@ -302,9 +403,10 @@ def _wrong_bytes(
 def _plot(rows: list[Row], path: str) -> None:
     figure = load_figure_class()(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    for count in sorted({row.blocks for row in rows}):
-        shown = [row for row in rows if row.blocks == count]
-        axes.plot([r.nbytes for r in shown], [r.gb_s for r in shown], marker="o", label=f"{count}")
+    for engine, count in dict.fromkeys((row.engine, row.blocks) for row in rows):
+        shown = [row for row in rows if (row.engine, row.blocks) == (engine, count)]
+        label = engine if rows[0].kind != "writev" else f"{engine}, {count} blocks"
+        axes.plot([r.nbytes for r in shown], [r.gb_s for r in shown], marker="o", label=label)
     axes.set(xscale="log", xlabel="bytes of a block", ylabel="GB/s", title=rows[0].kind)
-    axes.legend(title="blocks")
+    axes.legend()
     figure.savefig(path)
