@@ -16,6 +16,7 @@ from typing import Any
 import llvmlite.binding as llvm
 
 from miraccl.errors import SystemFailure
+from miraccl.native.object_code import link
 
 METH_FASTCALL = 0x0080  # CPython Include/methodobject.h
 
@@ -65,17 +66,24 @@ class CodeLibrary:
     """Loaded object code. It lives as long as the process, because builtins may point into it."""
 
     def __init__(self, objects: list[bytes]) -> None:
-        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
-        for data in objects:
-            image = llvm.object_file.ObjectFileRef.from_data(data)
-            self._engine.add_object_file(image)
-        _bind_symbols(objects)
-        self._engine.finalize_object()
+        self._symbols = link(objects, _address_of)
+        self._engine: Any = None
+        if self._symbols is None:
+            self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
+            for data in objects:
+                image = llvm.object_file.ObjectFileRef.from_data(data)
+                self._engine.add_object_file(image)
+            for symbol in _undefined_symbols(objects):
+                llvm.add_symbol(symbol, _address_of(symbol))
+            self._engine.finalize_object()
         _libraries.append(self)
 
     def address(self, symbol: str) -> int:
         """Return the address of a symbol. Raises ``SystemFailure``."""
-        value = int(self._engine.get_function_address(symbol))
+        if self._symbols is not None:
+            value = self._symbols.get(symbol, 0)
+        else:
+            value = int(self._engine.get_function_address(symbol))
         if not value:
             raise SystemFailure(f"cannot use compiled code: it has no function {symbol!r}")
         return value
@@ -84,17 +92,16 @@ class CodeLibrary:
 _libraries: list[CodeLibrary] = []
 
 
-def _bind_symbols(objects: list[bytes]) -> None:
+def _address_of(symbol: str) -> int:
+    """Return the address of a function of Python or libc."""
     libc = ctypes.CDLL(None)
-    for symbol in _undefined_symbols(objects):
-        library = ctypes.pythonapi if symbol.startswith("Py") else libc
-        try:
-            value = ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value
-        except AttributeError:
-            # Numba's wrapper refers to its own helpers to report exceptions, which kernels never
-            # raise.
-            value = ctypes.cast(libc.abort, ctypes.c_void_p).value
-        llvm.add_symbol(symbol, value)
+    library = ctypes.pythonapi if symbol.startswith("Py") else libc
+    try:
+        value = ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value
+    except AttributeError:
+        # Numba's wrapper refers to its own helpers to report exceptions, which kernels never raise.
+        value = ctypes.cast(libc.abort, ctypes.c_void_p).value
+    return value or 0
 
 
 def _undefined_symbols(objects: list[bytes]) -> set[str]:

@@ -360,6 +360,8 @@ class Agent:
             match: Returns True for the notification that is wanted; others stay in their order.
         """
         inbox = self._inbox
+        if match is None and (soon := inbox.take_soon()) is not None:
+            return soon
         found = inbox.pop(match)
         if found is None:
             deadline = Deadline.after(self.timeout if timeout is None else timeout)

@@ -27,7 +27,7 @@ from miraccl.errors import (
 from miraccl.p2p import segment_layout as layout
 from miraccl.p2p.descriptors import RemoteMemory
 from miraccl.p2p.extents import Extents
-from miraccl.p2p.native_calls import load_word, local
+from miraccl.p2p.native_calls import load_word, local, notify
 from miraccl.p2p.registration import key_check
 from miraccl.p2p.transfer import Background, Transfer
 from miraccl.p2p.transfer_plan import Rates, TransferPlan, make_plan
@@ -116,9 +116,11 @@ class LocalPath:
             for i in range(layout.MAX_ACCESSES)
         ]
         self._windows: dict[tuple[int, int, bool], MappedFile] = {}
-        self._post, self._run, self._step = (
-            local(name) for name in ("post_record", "run_job", "step_job")
-        )
+        self._post = notify("post_record")
+        self._run, self._step = local("run_job"), local("step_job")
+        #: Builtin for notifications without a transfer, and its first arguments.
+        self.post_now = notify("post_now")
+        self.ring = self._pair.address, self._doorbell.address
         self._lock = threading.Lock()
 
     def sockets(self) -> list[socket.socket]:

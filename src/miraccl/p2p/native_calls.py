@@ -10,6 +10,7 @@ from miraccl import native
 from miraccl.native.atomics import bound
 
 LOCAL = "miraccl.p2p.kernels.local"
+NOTIFY = "miraccl.p2p.kernels.notify"
 EXTENTS = "miraccl.p2p.kernels.extents"
 SERVE = "miraccl.p2p.kernels.serve"
 REQUEST = "miraccl.p2p.kernels.request"
@@ -23,6 +24,10 @@ def entry(module: str, name: str) -> Callable[..., Any]:
 
 def local(name: str) -> Callable[..., Any]:
     return entry(LOCAL, name)
+
+
+def notify(name: str) -> Callable[..., Any]:
+    return entry(NOTIFY, name)
 
 
 load_word = functools.cache(lambda: bound("load_word"))

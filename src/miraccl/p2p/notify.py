@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,8 @@ from miraccl.p2p.local_path import (
     STATUS_TIMEOUT,
     parse_failure,
 )
-from miraccl.p2p.native_calls import load_word, local
+from miraccl.p2p.native_calls import load_word, notify
+from miraccl.transport.fifo import PrivateMemory
 from miraccl.transport.shm import ShmSegment
 
 if TYPE_CHECKING:
@@ -28,12 +30,14 @@ if TYPE_CHECKING:
 
 #: A receiver polls for this long before it sleeps: longer than a round trip, short for a core.
 SPIN_NS = 50_000
+#: A receiver polls for this long before it releases the GIL.
+SOON_NS = 2_000
 #: Longest sleep of a receiver that waits for one notification among others.
 MATCH_SLICE_S = 0.02
 _RECORD = struct.Struct("<IIq")
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Notification:
     """Notification of a peer.
 
@@ -87,33 +91,62 @@ class PairSegment:
         return any(load(first + i * layout.ACCESS_BYTES) for i in range(layout.MAX_ACCESSES))
 
 
+class StreamRing:
+    """Ring of one served stream, in private memory: its thread fills it without Python."""
+
+    def __init__(self, name: str, agent: bytes) -> None:
+        self._memory = PrivateMemory(layout.PAIR_BYTES)
+        self.peer_name, self.agent = name, agent
+
+    @property
+    def address(self) -> int:
+        return self._memory.address
+
+    def accesses(self, slot: int) -> bool:
+        """Return False: accesses of a stream are those of its ``ServedStream``."""
+        return False
+
+    def accessed(self) -> bool:
+        return False
+
+
+Ring = PairSegment | StreamRing
+
+
 class Inbox:
-    """Notifications that have arrived, from the rings of pairs and from the network."""
+    """Notifications that have arrived, from the rings of pairs and streams."""
 
     def __init__(self, table: RegionTable) -> None:
         self._table = table
         self._arrived: deque[Notification] = deque()
-        self._pairs: list[PairSegment] = []
-        self._addresses = np.zeros(0, np.int64)
-        self._pointer = 0
+        self._pairs: list[Ring] = []
         self._kept: list[Any] = []
         #: Work memory of threads that wait: (array, address).
         self._scratches: list[tuple[Any, int]] = []
         self._lock = threading.Lock()
-        self._take, self._await, self._ring = (
-            local(name) for name in ("take_record", "await_records", "ring_doorbell")
+        self._take, self._take_soon, self._await, self._ring = (
+            notify(name) for name in ("take_record", "take_soon", "await_records", "ring_doorbell")
         )
+        self._words = np.zeros(layout.INBOX_BYTES // 8, np.int64)
+        self._address = int(self._words.__array_interface__["data"][0])
+        self._words[layout.INBOX_DOORBELL // 8] = table.doorbell
+        self._set_addresses()
 
-    def add_pair(self, pair: PairSegment) -> None:
+    @property
+    def doorbell(self) -> int:
+        """Address of the words that wake a waiting thread."""
+        return self._table.doorbell
+
+    def add_pair(self, pair: Ring) -> None:
         with self._lock:
             self._pairs = [*self._pairs, pair]
             self._set_addresses()
         self._ring(self._table.doorbell)
 
-    def remove_pair(self, pair: PairSegment) -> None:
+    def remove_pair(self, pair: Ring) -> None:
         """Read the last notifications of a pair and forget it."""
         with self._lock:
-            self._drain(pair)
+            self._drain([pair])
             self._pairs = [p for p in self._pairs if p is not pair]
             self._set_addresses()
         if pair.accessed():
@@ -132,14 +165,14 @@ class Inbox:
             )
 
     def _set_addresses(self) -> None:
-        addresses = np.array([p.address for p in self._pairs], np.int64)
-        self._pointer = addresses.__array_interface__["data"][0] if len(addresses) else 0
-        # Threads may still wait with the former array: the last ones are kept.
-        self._kept = [*self._kept[-64:], addresses]
-        self._addresses = addresses
+        entries = [(p.address, id(p.peer_name), id(p.agent)) for p in self._pairs]
+        words = np.array([len(entries), *itertools.chain(*entries)], np.int64)
+        # Threads may still wait with the former list: the last ones are kept, with their objects.
+        self._kept = [*self._kept[-64:], (words, self._pairs)]
+        self._words[layout.INBOX_RINGS // 8] = words.__array_interface__["data"][0]
 
     @property
-    def pairs(self) -> list[PairSegment]:
+    def pairs(self) -> list[Ring]:
         return self._pairs
 
     def put(self, notification: Notification) -> None:
@@ -147,12 +180,27 @@ class Inbox:
         self._arrived.append(notification)
         self._ring(self._table.doorbell)
 
+    def put_after(self, ring: Ring, notification: Notification) -> None:
+        """Add a notification behind those in a ring."""
+        with self._lock:
+            self._drain([ring])
+            self._arrived.append(notification)
+        self._ring(self._table.doorbell)
+
+    def take_soon(self) -> Notification | None:
+        """Return the next notification if it is there or comes within ``SOON_NS``; None else."""
+        if self._arrived:
+            return None
+        found = self._take_soon(self._address, SOON_NS)
+        if not found:
+            return None
+        return Notification(found[0], found[1], found[2], found[3])
+
     def pop(self, match: Callable[[Notification], bool] | None = None) -> Notification | None:
         """Return the next notification that matches, None if there is none."""
         if not self._arrived or match is not None:
             with self._lock:
-                for pair in self._pairs:
-                    self._drain(pair)
+                self._drain(self._pairs)
         try:
             if match is None:
                 return self._arrived.popleft()
@@ -178,13 +226,20 @@ class Inbox:
             array = np.zeros(2, np.int64)
             scratch = array, array.ctypes.data
         wait_ns = int(min(seconds, 1e6) * 1e9)
-        found = self._await(
-            self._pointer, len(self._addresses), self._table.doorbell, SPIN_NS, wait_ns, scratch[1]
-        )
+        found = self._await(self._address, SPIN_NS, wait_ns, scratch[1])
         self._scratches.append(scratch)
         return bool(found)
 
-    def _drain(self, pair: PairSegment) -> None:
+    def _drain(self, pairs: Sequence[Ring]) -> None:
+        """Move the records of rings to the queue; the caller holds the lock."""
+        self._words[layout.INBOX_DRAINING // 8] = 1
+        try:
+            for pair in pairs:
+                self._drain_one(pair)
+        finally:
+            self._words[layout.INBOX_DRAINING // 8] = 0
+
+    def _drain_one(self, pair: Ring) -> None:
         take, address = self._take, pair.address
         while record := take(address):
             if record == -1:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from miraccl.p2p.agent import Agent
 
 #: Longest notification, in bytes.
-MAX_NOTIFICATION = layout.MAX_RECORD - 2048
+MAX_NOTIFICATION = layout.MAX_NOTIFICATION
 #: Transfers of whole memories whose checks are remembered.
 MAX_RECENT = 128
 
@@ -220,7 +220,16 @@ class Peer:
             TransferTimeout: The agent does not read its notifications.
             AgentLost: The agent cannot be reached.
         """
-        self._path.notify(_checked_notification(data), 0, self._deadline(deadline))
+        path = self._path
+        ring = path.ring
+        if (
+            ring is not None
+            and path.lost is None
+            and type(data) is bytes
+            and path.post_now(ring[0], ring[1], data)
+        ):
+            return
+        path.notify(_checked_notification(data), 0, self._deadline(deadline))
 
     def close(self) -> None:
         """Close the connection; transfers under way fail. Idempotent."""

@@ -33,6 +33,18 @@ PAIR_BYTES = PAIR_RING + RING_BYTES
 #: Header of a record in the ring: bytes of payload and kind, transfer number.
 RECORD_BYTES = 16
 MAX_RECORD = RING_BYTES // 4
+#: Longest notification, in bytes.
+MAX_NOTIFICATION = MAX_RECORD - 2048
+
+# ---- inbox: words of the receiver of all rings
+
+#: ``INBOX_RINGS``: address of a list of rings, replaced as a whole. ``INBOX_DRAINING``: a thread
+#: takes records into the queue. ``INBOX_SCRATCH``: struct timespec.
+INBOX_RINGS, INBOX_DOORBELL, INBOX_DRAINING, INBOX_SCRATCH = range(0, 32, 8)
+INBOX_BYTES = 64
+#: A list of rings: their number; then for each the address of the pair, and the objects of the
+#: peer's name and identifier.
+RINGS_ENTRIES, RING_ENTRY_BYTES = 8, 24
 
 # ---- copy job: words that a transfer within a host is made of (``kernels.local``)
 

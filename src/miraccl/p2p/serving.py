@@ -14,7 +14,7 @@ from miraccl.errors import AgentLost, TransferCancelled, TransferError, Transfer
 from miraccl.p2p import segment_layout as layout
 from miraccl.p2p import stream_layout as frames
 from miraccl.p2p.native_calls import load_word, serve
-from miraccl.p2p.notify import Inbox, Notification
+from miraccl.p2p.notify import Inbox, Notification, StreamRing
 from miraccl.p2p.registration import RegionTable
 from miraccl.transport.fifo import PrivateMemory, memory_at
 from miraccl.wire.p2p import Introduction
@@ -59,7 +59,10 @@ class ServedStream:
         for word, nbytes in sizes.items():
             self._words[word // 8] = address
             address += nbytes
+        self._ring = StreamRing(self.peer_name, self.agent)
         for word, value in (
+            (frames.SERVE_RING, self._ring.address),
+            (frames.SERVE_DOORBELL, inbox.doorbell),
             (frames.SERVE_FD, sock.fileno()),
             (frames.SERVE_ENTRIES, table.segment.address + layout.TABLE_ENTRIES),
             (frames.SERVE_KEYS, table.keys.address),
@@ -74,6 +77,7 @@ class ServedStream:
         """Serve the stream; ``first`` are bytes that were received already."""
         ctypes.memmove(self._word(frames.SERVE_STAGING), first, len(first))
         self._words[frames.SERVE_END // 8] = len(first)
+        self._inbox.add_pair(self._ring)
         self._thread.start()
 
     def precedes(self, other: Introduction) -> bool:
@@ -102,6 +106,7 @@ class ServedStream:
                 self._notified()
             self._ended(result)
         finally:
+            self._inbox.remove_pair(self._ring)
             self._sock.close()
             self._report_end(self)
 
@@ -117,14 +122,15 @@ class ServedStream:
                 self._word(frames.SERVE_EVENT_POSITION),
                 self._word(frames.SERVE_EVENT_BLOCK),
             )
-        self._inbox.put(
+        self._inbox.put_after(
+            self._ring,
             Notification(
                 peer=self.peer_name,
                 agent=self.agent,
                 tag=self._word(frames.SERVE_EVENT_NUMBER),
                 data=data,
                 error=error,
-            )
+            ),
         )
 
     def _ended(self, result: int) -> None:
@@ -133,7 +139,8 @@ class ServedStream:
         if not self._word(frames.SERVE_NOTIFIES):
             return
         # The initiator ended within a transfer of which this agent expects a notification.
-        self._inbox.put(
+        self._inbox.put_after(
+            self._ring,
             Notification(
                 peer=self.peer_name,
                 agent=self.agent,
@@ -144,7 +151,7 @@ class ServedStream:
                     agent=self.peer_name,
                     reason="lost",
                 ),
-            )
+            ),
         )
 
 

@@ -76,7 +76,10 @@ STATUS_NAMES = ("ok", "stale", "key", "rights", "range", "cancelled", "failed", 
     SERVE_ERRNO,
     SERVE_FRAMES,
     SERVE_EVENT_BLOCK,
-) = range(0, 26 * 8, 8)
+    #: ring of notifications, and the words that wake their receiver
+    SERVE_RING,
+    SERVE_DOORBELL,
+) = range(0, 28 * 8, 8)
 SERVE_BYTES = 256
 STAGING_BYTES = 1 << 16
 #: Bytes per receive into the staging buffer: a request of 16 KiB arrives at once, and of a large

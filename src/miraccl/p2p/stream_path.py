@@ -51,6 +51,7 @@ MAX_PENDING = 64
 #: Constants of the prediction: round trip, frame, extent and byte (loopback, EPYC 9V74).
 RATES = Rates(start_us=12.0, call_us=2.0, extent_us=0.05, us_byte=1.5e-4)
 _NOTIFY = struct.Struct("<8q")
+_AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
 class Stream:
@@ -435,6 +436,9 @@ class StreamPath:
         redial: Opens the connection again; returns its sockets.
     """
 
+    #: There is no ring that this process can write.
+    ring = None
+
     def __init__(
         self,
         name: str,
@@ -616,9 +620,13 @@ class StreamPath:
                 stream.step(WAIT_SLICE_NS)
             if stream.broken is not None:
                 raise stream.broken
+            frame = header + data
             try:
-                stream.sock.settimeout(max(deadline.left, 1e-3))
-                stream.sock.sendall(header + data)
+                with contextlib.suppress(BlockingIOError):  # usually there is space at once
+                    frame = frame[stream.sock.send(frame, _AT_ONCE) :]
+                if frame:
+                    stream.sock.settimeout(max(deadline.left, 1e-3))
+                    stream.sock.sendall(frame)
             except TimeoutError:
                 error = TransferTimeout(
                     f"cannot notify agent {self.name!r}: it has not read its stream for "

@@ -12,7 +12,7 @@ import numpy as np
 from miraccl.p2p.extents import Extents
 
 if TYPE_CHECKING:
-    from miraccl.schedule.transfers import TransferSchedule
+    from miraccl.schedule.transfer_schedule import TransferSchedule
 
 #: Steps that ``str()`` of a plan lists.
 SHOWN_STEPS = 12
@@ -68,7 +68,7 @@ class TransferPlan:
 
     @property
     def predicted_us(self) -> float:
-        """Time that the constants of the method predict; ``sim.transfers`` gets the same."""
+        """Time that the constants of the method predict; ``sim.transfer_time`` gets the same."""
         rates = self.rates
         moved = (rates.us_byte + rates.copy_us) * self.nbytes
         return (
@@ -78,7 +78,7 @@ class TransferPlan:
     @cached_property
     def schedule(self) -> TransferSchedule:
         """The transfer as a schedule of two ranks; for no bytes raises ``InvalidUsage``."""
-        from miraccl.schedule.transfers import build  # 20 ms, for explanations only
+        from miraccl.schedule.transfer_schedule import build  # 20 ms, for explanations only
 
         kind = "write" if self.kind.startswith("write") else "read"
         return build(kind, self.table, self.counts, staged=self.rates.copy_us > 0)

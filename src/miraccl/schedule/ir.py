@@ -13,7 +13,7 @@ overlaps the output as defined in ``schedule.layout``.
 Rows: a schedule with ``tables`` moves rows of a block instead of whole blocks. Its parts are lists
 of rows, and a reference names those rows of its chunk that one table lists (``schedule.rows``).
 Like the counts of uneven operations, the lists are arguments of a run. So are the extents of a
-transfer between two ranks, whose sizes are arbitrary (``schedule.transfers``).
+transfer between two ranks, whose sizes are arbitrary (``schedule.transfer_schedule``).
 
 =============== ============ =============
 collective      input blocks output blocks

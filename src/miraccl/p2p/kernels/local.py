@@ -1,4 +1,4 @@
-"""Kernel source: copies and notifications between two processes of one host.
+"""Kernel source: copies between two processes of one host.
 
 An initiator announces each access in its line of the pair segment before it reads the generation of
 the region; the owner raises the generation before it reads the lines. With a full fence on both
@@ -12,18 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 from miraccl.native.intrinsics import (
-    FUTEX_WAIT,
-    FUTEX_WAKE,
-    SYS_FUTEX,
-    PyBytes_AsString,
-    PyBytes_FromStringAndSize,
-    PyErr_CheckSignals,
     PyEval_RestoreThread,
     PyEval_SaveThread,
     PyLong_AsLong,
     PyLong_FromLong,
-    add32,
-    clock_gettime,
     errno_location,
     exchange,
     fence,
@@ -32,14 +24,11 @@ from miraccl.native.intrinsics import (
     load32,
     load_acquire,
     memcpy,
-    pause,
     process_vm_readv,
     process_vm_writev,
-    sched_yield,
     store,
     store_release,
     stream_line,
-    syscall,
 )
 from miraccl.p2p import segment_layout as layout
 
@@ -197,154 +186,4 @@ def run_job(self: int, args: int, nargs: int) -> int:
     return PyLong_FromLong(result)
 
 
-# ---- notifications
-
-
-@inline
-def ring_copy(ring: int, position: int, memory: int, nbytes: int, reads: bool) -> None:
-    """Copy to or from the ring, in two parts where it wraps around."""
-    start = position & (layout.RING_BYTES - 1)
-    first = min(nbytes, layout.RING_BYTES - start)
-    if reads:
-        memcpy(memory, ring + start, first)
-        memcpy(memory + first, ring, nbytes - first)
-    else:
-        memcpy(ring + start, memory, first)
-        memcpy(ring, memory + first, nbytes - first)
-
-
-@inline
-def wake_sleepers(doorbell: int) -> None:
-    fence()
-    if load_acquire(doorbell + layout.DOORBELL_SLEEPERS) != 0:
-        add32(doorbell + layout.DOORBELL_FUTEX, 1)
-        syscall(SYS_FUTEX, doorbell + layout.DOORBELL_FUTEX, FUTEX_WAKE, 1 << 30, 0, 0, 0)
-
-
-def post_record(self: int, args: int, nargs: int) -> int:
-    """``post_record(pair, doorbell, kind, number, data, nbytes)``: 1, or 0 if the ring is full.
-
-    ``data``: a bytes object. One thread posts at a time: the caller holds the GIL.
-    """
-    pair, doorbell = PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))
-    kind, number = PyLong_AsLong(load(args + 16)), PyLong_AsLong(load(args + 24))
-    data, nbytes = PyBytes_AsString(load(args + 32)), PyLong_AsLong(load(args + 40))
-    size = layout.RECORD_BYTES + ((nbytes + 7) & ~7)
-    tail = load(pair + layout.PAIR_TAIL)
-    if tail + size - load_acquire(pair + layout.PAIR_HEAD) > layout.RING_BYTES:
-        return PyLong_FromLong(0)
-    ring = pair + layout.PAIR_RING
-    start = tail & (layout.RING_BYTES - 1)  # a record is 8-byte aligned, its words never wrap
-    store(ring + start, nbytes | (kind << 32))
-    store(ring + ((tail + 8) & (layout.RING_BYTES - 1)), number)
-    ring_copy(ring, tail + layout.RECORD_BYTES, data, nbytes, False)
-    store_release(pair + layout.PAIR_TAIL, tail + size)
-    wake_sleepers(doorbell)
-    return PyLong_FromLong(1)
-
-
-def take_record(self: int, args: int, nargs: int) -> int:
-    """``take_record(pair)``: bytes of the next record with its header, or 0.
-
-    The ring is memory that a peer writes: sizes are checked, and a false one counts as an empty
-    ring (-1).
-    """
-    pair = PyLong_AsLong(load(args))
-    head, tail = load(pair + layout.PAIR_HEAD), load_acquire(pair + layout.PAIR_TAIL)
-    if head == tail:
-        return PyLong_FromLong(0)
-    ring = pair + layout.PAIR_RING
-    nbytes = load(ring + (head & (layout.RING_BYTES - 1))) & 0xFFFFFFFF
-    size = layout.RECORD_BYTES + ((nbytes + 7) & ~7)
-    if nbytes > layout.MAX_RECORD or tail - head < size or tail - head > layout.RING_BYTES:
-        return PyLong_FromLong(-1)
-    made = PyBytes_FromStringAndSize(0, layout.RECORD_BYTES + nbytes)
-    if made == 0:
-        return 0
-    memory = PyBytes_AsString(made)
-    ring_copy(ring, head, memory, layout.RECORD_BYTES + nbytes, True)
-    # The size was checked as read above; the peer may have changed the header meanwhile.
-    store(memory, (load(memory) >> 32 << 32) | nbytes)
-    store_release(pair + layout.PAIR_HEAD, head + size)
-    return made
-
-
-@inline
-def has_record(pairs: int, count: int) -> bool:
-    for i in range(count):
-        pair = load(pairs + 8 * i)
-        if load_acquire(pair + layout.PAIR_TAIL) != load(pair + layout.PAIR_HEAD):
-            return True
-    return False
-
-
-@inline
-def now_ns(scratch: int) -> int:
-    clock_gettime(1, scratch)
-    return load(scratch) * 1000000000 + load(scratch + 8)
-
-
-@inline
-def wait_records(
-    pairs: int, count: int, doorbell: int, spin_ns: int, wait_ns: int, scratch: int
-) -> bool:
-    """Wait until a ring has a record, the doorbell's word changes, or ``wait_ns`` have passed."""
-    seen = load32(doorbell + layout.DOORBELL_FUTEX)
-    start = now_ns(scratch)
-    rounds, elapsed = 0, 0
-    while elapsed < min(spin_ns, wait_ns):
-        if has_record(pairs, count) or load32(doorbell + layout.DOORBELL_FUTEX) != seen:
-            return True
-        pause()
-        rounds += 1
-        if rounds & 31 == 0:
-            elapsed = now_ns(scratch) - start
-            if elapsed > 20000:
-                sched_yield()
-    add32(doorbell + layout.DOORBELL_SLEEPERS, 1)
-    fence()
-    found = has_record(pairs, count)
-    left = wait_ns - (now_ns(scratch) - start)
-    if not found and left > 0:
-        store(scratch, left // 1000000000)
-        store(scratch + 8, left % 1000000000)
-        syscall(SYS_FUTEX, doorbell + layout.DOORBELL_FUTEX, FUTEX_WAIT, seen, scratch, 0, 0)
-        found = has_record(pairs, count)
-    add32(doorbell + layout.DOORBELL_SLEEPERS, -1)
-    return found
-
-
-def await_records(self: int, args: int, nargs: int) -> int:
-    """``await_records(pairs, count, doorbell, spin_ns, wait_ns, scratch)``: 1 if one came, or 0.
-
-    Returns early after a signal, whose handler has then run; -1 if it raised.
-    """
-    pairs, count = PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))
-    doorbell, spin_ns = PyLong_AsLong(load(args + 16)), PyLong_AsLong(load(args + 24))
-    wait_ns, scratch = PyLong_AsLong(load(args + 32)), PyLong_AsLong(load(args + 40))
-    if has_record(pairs, count):
-        return PyLong_FromLong(1)
-    state = PyEval_SaveThread()
-    found = wait_records(pairs, count, doorbell, spin_ns, wait_ns, scratch)
-    PyEval_RestoreThread(state)
-    if PyErr_CheckSignals() != 0:
-        return 0
-    return PyLong_FromLong(1 if found else 0)
-
-
-def ring_doorbell(self: int, args: int, nargs: int) -> int:
-    """``ring_doorbell(doorbell)``: wake all that wait for notifications."""
-    doorbell = PyLong_AsLong(load(args))
-    add32(doorbell + layout.DOORBELL_FUTEX, 1)
-    syscall(SYS_FUTEX, doorbell + layout.DOORBELL_FUTEX, FUTEX_WAKE, 1 << 30, 0, 0, 0)
-    return PyLong_FromLong(0)
-
-
-EXPORTS: dict[str, Any] = {
-    "step_job": step_job,
-    "run_job": run_job,
-    "post_record": post_record,
-    "take_record": take_record,
-    "await_records": await_records,
-    "ring_doorbell": ring_doorbell,
-}
+EXPORTS: dict[str, Any] = {"step_job": step_job, "run_job": run_job}

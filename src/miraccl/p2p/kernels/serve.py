@@ -25,6 +25,7 @@ from miraccl.native.intrinsics import (
 )
 from miraccl.p2p import segment_layout as layout
 from miraccl.p2p import stream_layout as frames
+from miraccl.p2p.kernels.notify import wake_sleepers, write_record
 from miraccl.p2p.kernels.sockets import (
     EAGAIN,
     EINTR,
@@ -460,11 +461,19 @@ def handle_get(stream: int, header: int, payload: int) -> int:
 
 @inline
 def handle_notify(stream: int, header: int, payload: int) -> int:
-    """Hand a notification to Python; its data stay in the staging buffer until the next call."""
+    """Put a notification into the ring of the stream, or hand it to Python if the ring is full or
+    the transfer failed; its data stay in the staging buffer until the next call.
+    """
     status, position = load(header + 48), load(header + 56)
     if load(header + 24) == 1 and load(stream + frames.SERVE_LAST_OP) == load(header + 8):
         status = load(stream + frames.SERVE_LAST_STATUS)
         position = load(stream + frames.SERVE_LAST_POSITION)
+    ring, data = load(stream + frames.SERVE_RING), header + frames.REQUEST_BYTES
+    fits = status == frames.OK and ring != 0 and payload <= layout.MAX_RECORD
+    if fits and write_record(ring, 0, load(header + 8), data, payload):
+        store(stream + frames.SERVE_START, load(stream + frames.SERVE_START) + payload)
+        wake_sleepers(load(stream + frames.SERVE_DOORBELL))
+        return 0
     store(stream + frames.SERVE_EVENT_NUMBER, load(header + 8))
     store(stream + frames.SERVE_EVENT_STATUS, status)
     store(stream + frames.SERVE_EVENT_BLOCK, load(header + 16) & 0xFFFFFFFF)

@@ -12,8 +12,8 @@ from miraccl.errors import InvalidUsage, ScheduleError
 from miraccl.p2p import extents
 from miraccl.p2p.transfer_plan import Rates, TransferPlan, cut_calls, make_plan
 from miraccl.schedule.ir import Op
-from miraccl.schedule.transfers import TransferSchedule, build
-from miraccl.sim.transfers import simulate_transfer
+from miraccl.schedule.transfer_schedule import TransferSchedule, build
+from miraccl.sim.transfer_time import simulate_transfer
 from miraccl.tools.schedule_draw import draw_svg
 
 RATES = Rates(start_us=3.0, call_us=2.0, extent_us=0.5, us_byte=0.01)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from miraccl.errors import ScheduleError
 from miraccl.schedule.ir import Op
-from miraccl.schedule.transfers import TransferSchedule
+from miraccl.schedule.transfer_schedule import TransferSchedule
 from miraccl.schedule.verify import FIFO_DEPTH
 from miraccl.sim.execution import ScheduleExecution, StepTime, Worker
 from miraccl.sim.fair_share import FairShareNetwork

@@ -1,0 +1,268 @@
+"""Kernel source: rings of notifications, which a peer of the host or a served stream fills.
+
+The receiver polls for a moment, then sleeps on a futex word of its table, which each sender wakes
+if there are sleepers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from miraccl.native.intrinsics import (
+    FUTEX_WAIT,
+    FUTEX_WAKE,
+    SYS_FUTEX,
+    Py_IncRef,
+    PyBytes_AsString,
+    PyBytes_FromStringAndSize,
+    PyBytes_Size,
+    PyErr_CheckSignals,
+    PyEval_RestoreThread,
+    PyEval_SaveThread,
+    PyLong_AsLong,
+    PyLong_FromLong,
+    PyTuple_New,
+    PyTuple_SetItem,
+    add32,
+    clock_gettime,
+    fence,
+    inline,
+    load,
+    load32,
+    load_acquire,
+    memcpy,
+    pause,
+    sched_yield,
+    store,
+    store_release,
+    syscall,
+)
+from miraccl.p2p import segment_layout as layout
+
+
+@inline
+def ring_copy(ring: int, position: int, memory: int, nbytes: int, reads: bool) -> None:
+    """Copy to or from the ring, in two parts where it wraps around."""
+    start = position & (layout.RING_BYTES - 1)
+    first = min(nbytes, layout.RING_BYTES - start)
+    if reads:
+        memcpy(memory, ring + start, first)
+        memcpy(memory + first, ring, nbytes - first)
+    else:
+        memcpy(ring + start, memory, first)
+        memcpy(ring, memory + first, nbytes - first)
+
+
+@inline
+def wake_sleepers(doorbell: int) -> None:
+    fence()
+    if load_acquire(doorbell + layout.DOORBELL_SLEEPERS) != 0:
+        add32(doorbell + layout.DOORBELL_FUTEX, 1)
+        syscall(SYS_FUTEX, doorbell + layout.DOORBELL_FUTEX, FUTEX_WAKE, 1 << 30, 0, 0, 0)
+
+
+@inline
+def write_record(pair: int, kind: int, number: int, data: int, nbytes: int) -> bool:
+    """Append a record; return False if the ring is full. One thread at a time."""
+    size = layout.RECORD_BYTES + ((nbytes + 7) & ~7)
+    tail = load(pair + layout.PAIR_TAIL)
+    if tail + size - load_acquire(pair + layout.PAIR_HEAD) > layout.RING_BYTES:
+        return False
+    ring = pair + layout.PAIR_RING
+    start = tail & (layout.RING_BYTES - 1)  # a record is 8-byte aligned, its words never wrap
+    store(ring + start, nbytes | (kind << 32))
+    store(ring + ((tail + 8) & (layout.RING_BYTES - 1)), number)
+    ring_copy(ring, tail + layout.RECORD_BYTES, data, nbytes, False)
+    store_release(pair + layout.PAIR_TAIL, tail + size)
+    return True
+
+
+def post_record(self: int, args: int, nargs: int) -> int:
+    """``post_record(pair, doorbell, kind, number, data, nbytes)``: 1, or 0 if the ring is full.
+
+    ``data``: a bytes object. One thread posts at a time: the caller holds the GIL.
+    """
+    pair, doorbell = PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))
+    kind, number = PyLong_AsLong(load(args + 16)), PyLong_AsLong(load(args + 24))
+    data, nbytes = PyBytes_AsString(load(args + 32)), PyLong_AsLong(load(args + 40))
+    if not write_record(pair, kind, number, data, nbytes):
+        return PyLong_FromLong(0)
+    wake_sleepers(doorbell)
+    return PyLong_FromLong(1)
+
+
+def post_now(self: int, args: int, nargs: int) -> int:
+    """``post_now(pair, doorbell, data)``: post a bytes object without a transfer; 1, or 0 if it
+    does not fit.
+    """
+    pair, data = PyLong_AsLong(load(args)), load(args + 16)
+    nbytes = PyBytes_Size(data)
+    if nbytes > layout.MAX_NOTIFICATION:
+        return PyLong_FromLong(0)
+    if not write_record(pair, 0, 0, PyBytes_AsString(data), nbytes):
+        return PyLong_FromLong(0)
+    wake_sleepers(PyLong_AsLong(load(args + 8)))
+    return PyLong_FromLong(1)
+
+
+def take_record(self: int, args: int, nargs: int) -> int:
+    """``take_record(pair)``: bytes of the next record with its header, or 0.
+
+    The ring is memory that a peer writes: sizes are checked, and a false one counts as an empty
+    ring (-1).
+    """
+    pair = PyLong_AsLong(load(args))
+    head, tail = load(pair + layout.PAIR_HEAD), load_acquire(pair + layout.PAIR_TAIL)
+    if head == tail:
+        return PyLong_FromLong(0)
+    ring = pair + layout.PAIR_RING
+    nbytes = load(ring + (head & (layout.RING_BYTES - 1))) & 0xFFFFFFFF
+    size = layout.RECORD_BYTES + ((nbytes + 7) & ~7)
+    if nbytes > layout.MAX_RECORD or tail - head < size or tail - head > layout.RING_BYTES:
+        return PyLong_FromLong(-1)
+    made = PyBytes_FromStringAndSize(0, layout.RECORD_BYTES + nbytes)
+    if made == 0:
+        return 0
+    memory = PyBytes_AsString(made)
+    ring_copy(ring, head, memory, layout.RECORD_BYTES + nbytes, True)
+    # The size was checked as read above; the peer may have changed the header meanwhile.
+    store(memory, (load(memory) >> 32 << 32) | nbytes)
+    store_release(pair + layout.PAIR_HEAD, head + size)
+    return made
+
+
+@inline
+def has_record(inbox: int) -> bool:
+    rings = load_acquire(inbox + layout.INBOX_RINGS)
+    for i in range(load(rings)):
+        pair = load(rings + layout.RINGS_ENTRIES + layout.RING_ENTRY_BYTES * i)
+        if load_acquire(pair + layout.PAIR_TAIL) != load(pair + layout.PAIR_HEAD):
+            return True
+    return False
+
+
+@inline
+def take_plain(inbox: int) -> int:
+    """Return (peer, agent, number, data) of the first record without an error as a tuple, or 0.
+
+    Anything else stays in its ring. The caller holds the GIL.
+    """
+    rings = load_acquire(inbox + layout.INBOX_RINGS)
+    for i in range(load(rings)):
+        entry = rings + layout.RINGS_ENTRIES + layout.RING_ENTRY_BYTES * i
+        pair = load(entry)
+        head, tail = load(pair + layout.PAIR_HEAD), load_acquire(pair + layout.PAIR_TAIL)
+        if head != tail:
+            ring = pair + layout.PAIR_RING
+            word = load(ring + (head & (layout.RING_BYTES - 1)))
+            nbytes = word & 0xFFFFFFFF
+            size = layout.RECORD_BYTES + ((nbytes + 7) & ~7)
+            if word >> 32 != 0 or nbytes > layout.MAX_RECORD or tail - head < size:
+                return 0
+            if tail - head > layout.RING_BYTES:
+                return 0
+            made, data = PyTuple_New(4), PyBytes_FromStringAndSize(0, nbytes)
+            number = load(ring + ((head + 8) & (layout.RING_BYTES - 1)))
+            ring_copy(ring, head + layout.RECORD_BYTES, PyBytes_AsString(data), nbytes, True)
+            store_release(pair + layout.PAIR_HEAD, head + size)
+            name, agent = load(entry + 8), load(entry + 16)
+            Py_IncRef(name)
+            Py_IncRef(agent)
+            PyTuple_SetItem(made, 0, name)
+            PyTuple_SetItem(made, 1, agent)
+            PyTuple_SetItem(made, 2, PyLong_FromLong(number))
+            PyTuple_SetItem(made, 3, data)
+            return made
+    return 0
+
+
+def take_soon(self: int, args: int, nargs: int) -> int:
+    """``take_soon(inbox, spin_ns)``: (peer, agent, number, data) of the next notification, or 0.
+
+    It polls with the GIL, for less time than releasing it would take. While another thread takes
+    records out of the rings it returns 0, so that they keep their order.
+    """
+    inbox, spin_ns = PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))
+    if load(inbox + layout.INBOX_DRAINING) != 0:
+        return PyLong_FromLong(0)
+    scratch = inbox + layout.INBOX_SCRATCH
+    start, elapsed = now_ns(scratch), 0
+    while True:
+        if has_record(inbox):
+            made = take_plain(inbox)
+            return made if made != 0 else PyLong_FromLong(0)
+        elapsed = now_ns(scratch) - start
+        if elapsed >= spin_ns:
+            return PyLong_FromLong(0)
+        for _ in range(4):
+            pause()
+
+
+@inline
+def now_ns(scratch: int) -> int:
+    clock_gettime(1, scratch)
+    return load(scratch) * 1000000000 + load(scratch + 8)
+
+
+@inline
+def wait_records(inbox: int, spin_ns: int, wait_ns: int, scratch: int) -> bool:
+    """Wait until a ring has a record, the doorbell's word changes, or ``wait_ns`` have passed."""
+    doorbell = load(inbox + layout.INBOX_DOORBELL)
+    seen = load32(doorbell + layout.DOORBELL_FUTEX)
+    start = now_ns(scratch)
+    rounds, elapsed = 0, 0
+    while elapsed < min(spin_ns, wait_ns):
+        if has_record(inbox) or load32(doorbell + layout.DOORBELL_FUTEX) != seen:
+            return True
+        pause()
+        rounds += 1
+        if rounds & 31 == 0:
+            elapsed = now_ns(scratch) - start
+            if elapsed > 20000:
+                sched_yield()
+    add32(doorbell + layout.DOORBELL_SLEEPERS, 1)
+    fence()
+    found = has_record(inbox)
+    left = wait_ns - (now_ns(scratch) - start)
+    if not found and left > 0:
+        store(scratch, left // 1000000000)
+        store(scratch + 8, left % 1000000000)
+        syscall(SYS_FUTEX, doorbell + layout.DOORBELL_FUTEX, FUTEX_WAIT, seen, scratch, 0, 0)
+        found = has_record(inbox)
+    add32(doorbell + layout.DOORBELL_SLEEPERS, -1)
+    return found
+
+
+def await_records(self: int, args: int, nargs: int) -> int:
+    """``await_records(inbox, spin_ns, wait_ns, scratch)``: 1 if a record came, or 0.
+
+    Returns early after a signal, whose handler has then run; -1 if it raised.
+    """
+    inbox, spin_ns = PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))
+    wait_ns, scratch = PyLong_AsLong(load(args + 16)), PyLong_AsLong(load(args + 24))
+    if has_record(inbox):
+        return PyLong_FromLong(1)
+    state = PyEval_SaveThread()
+    found = wait_records(inbox, spin_ns, wait_ns, scratch)
+    PyEval_RestoreThread(state)
+    if PyErr_CheckSignals() != 0:
+        return 0
+    return PyLong_FromLong(1 if found else 0)
+
+
+def ring_doorbell(self: int, args: int, nargs: int) -> int:
+    """``ring_doorbell(doorbell)``: wake all that wait for notifications."""
+    doorbell = PyLong_AsLong(load(args))
+    add32(doorbell + layout.DOORBELL_FUTEX, 1)
+    syscall(SYS_FUTEX, doorbell + layout.DOORBELL_FUTEX, FUTEX_WAKE, 1 << 30, 0, 0, 0)
+    return PyLong_FromLong(0)
+
+
+EXPORTS: dict[str, Any] = {
+    "post_record": post_record,
+    "post_now": post_now,
+    "take_record": take_record,
+    "take_soon": take_soon,
+    "await_records": await_records,
+    "ring_doorbell": ring_doorbell,
+}
