@@ -120,7 +120,7 @@ class TransferSchedule:
     @classmethod
     def parse(cls, text: str) -> TransferSchedule:
         """Parse the result of ``dump``. Raises ``ScheduleError``."""
-        schedule, rows = parse(text), []
+        schedule, rows = parse(text), list[list[int]]()
         for line in text.splitlines():
             if (match := _EXTENT.fullmatch(line.strip())) is not None:
                 number, *row = (int(word) for word in match.groups())
@@ -200,7 +200,7 @@ def _number_chunks(table: ExtentTable) -> tuple[ExtentTable, npt.NDArray[np.int6
         return table.copy(), np.arange(count), np.arange(1, count + 1)
     bounds = np.unique(np.concatenate([starts, starts + sizes]))
     low, high = np.searchsorted(bounds, starts), np.searchsorted(bounds, starts + sizes)
-    rows, targets, owners = [], [], dict[int, int]()
+    rows, targets, owners = list[tuple[int, int, int]](), list[int](), dict[int, int]()
     for (source, start, _), first, last in zip(table.tolist(), low.tolist(), high.tolist()):
         for piece in range(first, last):
             begin, end = int(bounds[piece]), int(bounds[piece + 1])
