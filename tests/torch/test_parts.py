@@ -32,8 +32,8 @@ from miraccl.torch import (
     ProcessGroupMiraccl,
     fast_path,
     operators,
+    point_to_point,
     tensors,
-    transfers,
     wrapped,
 )
 from miraccl.torch.streams import GroupStreams, StreamWork
@@ -518,7 +518,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     group = ProcessGroupMiraccl(dist.HashStore(), comm, mail)
     monkeypatch.setattr(tensors.Staged, "device", torch.device("cuda", 0))
     monkeypatch.setattr(tensors, "_on_gpu", lambda tensor: True)
-    monkeypatch.setattr(transfers, "is_plain_cpu_tensor", lambda tensor: False)
+    monkeypatch.setattr(point_to_point, "is_plain_cpu_tensor", lambda tensor: False)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     cuda = _Cuda()
     group._streams = GroupStreams(comm, torch.device("cuda", 0), cuda)
