@@ -10,7 +10,7 @@ Only host memory is used.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +52,7 @@ class NetDevice:
     max_receives: int
 
 
-def _load(path: str) -> ctypes.CDLL:
+def open_library(path: str) -> ctypes.CDLL:
     """Open a plugin as NCCL does (``src/plugin/plugin_open.cc``)."""
     if path == STATIC_PLUGIN:
         return ctypes.CDLL(None)
@@ -68,7 +68,46 @@ def _log_format(level: int, flags: int, file: bytes, line: int, text: bytes) -> 
     log.info("plugin: %s", (text or b"").decode(errors="replace"))
 
 
-_log = _LOGGER(_log_format)
+log_callback = _LOGGER(_log_format)
+"""``ncclDebugLogger_t`` that writes to this process's log."""
+
+
+def read_table(
+    library: ctypes.CDLL, symbol: str, entries: Sequence[str]
+) -> tuple[str, dict[str, Any]]:
+    """Return a plugin's name and its functions by entry, None for an absent one."""
+    table = ctypes.addressof(ctypes.c_char.in_dll(library, symbol))
+    words = (ctypes.c_uint64 * (1 + len(entries))).from_address(table)
+    name = ctypes.string_at(words[0]).decode(errors="replace") if words[0] else ""
+    functions = {
+        entry: ctypes.CFUNCTYPE(ctypes.c_int)(address) if address else None
+        for entry, address in zip(entries, words[1:], strict=True)
+    }
+    return name, functions
+
+
+def check_result(plugin: str, entry: str, result: int) -> None:
+    """Raise ``SystemFailure`` for an entry that did not return success."""
+    if result != Result.SUCCESS:
+        reason = Result(result).name if result in set(Result) else str(result)
+        raise SystemFailure(f"{plugin} failed in {entry}: {reason}")
+
+
+def device_of(version: int, dev: int, get_properties: Callable[..., None]) -> NetDevice:
+    """Return the properties of a device, which ``get_properties(dev, address)`` writes."""
+    p: Any = abi.PROPERTIES[version]()
+    get_properties(ctypes.c_int(dev), ctypes.byref(p))
+    return NetDevice(
+        name=(p.name or b"").decode(errors="replace"),
+        pci_path=(p.pciPath or b"").decode(errors="replace"),
+        guid=p.guid,
+        pointer_support=p.ptrSupport,
+        speed_mbps=p.speed,
+        port=p.port,
+        latency_us=p.latency,
+        max_comms=p.maxComms,
+        max_receives=p.maxRecvs,
+    )
 
 
 class NetPlugin:
@@ -86,7 +125,7 @@ class NetPlugin:
 
     def __init__(self, path: str, version: int = 0) -> None:
         self.path = path
-        self._library = _load(path)
+        self._library = open_library(path)
         wanted = (version,) if version else abi.VERSIONS
         for candidate in wanted:
             if hasattr(self._library, abi.symbol(candidate)):
@@ -97,13 +136,9 @@ class NetPlugin:
                 f"cannot use {path} as a network plugin: it has none of the symbols "
                 f"{', '.join(map(abi.symbol, wanted))}"
             )
-        table = ctypes.addressof(ctypes.c_char.in_dll(self._library, abi.symbol(self.version)))
-        words = (ctypes.c_uint64 * (1 + len(abi.entries(self.version)))).from_address(table)
-        self.name = ctypes.string_at(words[0]).decode(errors="replace") if words[0] else ""
-        self._functions = {
-            entry: ctypes.CFUNCTYPE(ctypes.c_int)(address) if address else None
-            for entry, address in zip(abi.entries(self.version), words[1:], strict=True)
-        }
+        self.name, self._functions = read_table(
+            self._library, abi.symbol(self.version), abi.entries(self.version)
+        )
         self._context = _P()
         self._config = ctypes.c_int(_UNDEFINED_TRAFFIC_CLASS)
         if self.version >= 11:
@@ -112,13 +147,13 @@ class NetPlugin:
                 ctypes.byref(self._context),
                 ctypes.c_uint64(0),
                 ctypes.byref(self._config),
-                _log,
+                log_callback,
                 _P(),
             )
         elif self.version == 10:
-            self._call("init", _log, _P())
+            self._call("init", log_callback, _P())
         else:
-            self._call("init", _log)
+            self._call("init", log_callback)
 
     def has(self, entry: str) -> bool:
         """Return True if the plugin's table has a function for an entry."""
@@ -128,10 +163,7 @@ class NetPlugin:
         function = self._functions[entry]
         if function is None:
             raise SystemFailure(f"network plugin {self.name} has no {entry}")
-        result = function(*arguments)
-        if result != Result.SUCCESS:
-            reason = Result(result).name if result in set(Result) else str(result)
-            raise SystemFailure(f"network plugin {self.name} failed in {entry}: {reason}")
+        check_result(f"network plugin {self.name}", entry, function(*arguments))
 
     def _contextual(self) -> tuple[Any, ...]:
         return (self._context,) if self.version >= 11 else ()
@@ -140,22 +172,10 @@ class NetPlugin:
         """Return the properties of all devices."""
         count = ctypes.c_int()
         self._call("devices", ctypes.byref(count))
-        return [self._device(dev) for dev in range(count.value)]
-
-    def _device(self, dev: int) -> NetDevice:
-        p: Any = abi.PROPERTIES[self.version]()
-        self._call("getProperties", ctypes.c_int(dev), ctypes.byref(p))
-        return NetDevice(
-            name=(p.name or b"").decode(errors="replace"),
-            pci_path=(p.pciPath or b"").decode(errors="replace"),
-            guid=p.guid,
-            pointer_support=p.ptrSupport,
-            speed_mbps=p.speed,
-            port=p.port,
-            latency_us=p.latency,
-            max_comms=p.maxComms,
-            max_receives=p.maxRecvs,
-        )
+        return [
+            device_of(self.version, dev, lambda *args: self._call("getProperties", *args))
+            for dev in range(count.value)
+        ]
 
     def listen(self, dev: int) -> tuple[bytes, int]:
         """Return the handle for the peer's ``connect``, and the listening object."""

@@ -7,8 +7,10 @@ NCCL, loading the same file later in this process, sees the filled tables.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +19,9 @@ from typing import Any
 
 from miraccl import native, trace
 from miraccl.errors import InvalidUsage, MiracclError, as_system_failure
-from miraccl.native import elf, nccl_net_abi
+from miraccl.native import elf, nccl_collnet_abi, nccl_net_abi
 from miraccl.native.nccl_net_abi import HANDLE_BYTES, PTR_HOST, UNDEFINED_ID, Result
+from miraccl.nccl_plugin.collnet import CollNetEntries
 from miraccl.nccl_plugin.endpoint import PENDING_OFFSET, PluginEndpoint
 from miraccl.transport.fifo import memory_at
 
@@ -64,8 +67,8 @@ def export(
 
     Args:
         versions: Versions of NCCL's interface to offer, of 8 to 12; NCCL uses the newest it knows.
-        path: File of the shared object to write; by default a temporary one, removed at once after
-            loading would break NCCL's own loading, so it stays until the process ends.
+        path: File of the shared object to write; by default a temporary one that is removed when
+            the process ends, because NCCL opens it by its path.
         set_environment: Set ``NCCL_NET_PLUGIN`` in this process's environment.
 
     Returns:
@@ -91,30 +94,40 @@ def export(
 
 def _export(versions: tuple[int, ...], path: str | None) -> NcclPlugin:
     image = elf.data_object(
-        {nccl_net_abi.symbol(v): nccl_net_abi.table_bytes(v) for v in versions},
+        {nccl_net_abi.symbol(v): nccl_net_abi.table_bytes(v) for v in versions}
+        | {nccl_collnet_abi.symbol(v): nccl_collnet_abi.table_bytes(v) for v in versions},
         "libnccl-net-miraccl.so",
     )
     with as_system_failure("cannot write the plugin's shared object"):
         if path is None:
             folder = tempfile.mkdtemp(prefix="miraccl-nccl-")
+            # NCCL opens the file by its path when it creates its first communicator.
+            atexit.register(_remove_folder, folder, os.getpid())
             path = str(Path(folder) / "libnccl-net-miraccl.so")
         Path(path).write_bytes(image)
         library = ctypes.CDLL(path)
     plugin = NcclPlugin(path, versions, PluginEndpoint(), [library])
-    callbacks = _Callbacks(plugin.endpoint)
+    callbacks, collnet = _Callbacks(plugin.endpoint), CollNetEntries()
     name = ctypes.create_string_buffer(NAME)
-    plugin.keep += [callbacks, name]
+    plugin.keep += [callbacks, collnet, name]
     for version in versions:
-        table = ctypes.addressof(ctypes.c_char.in_dll(library, nccl_net_abi.symbol(version)))
-        addresses = [
-            ctypes.addressof(name),
-            *(callbacks.address(entry, version) for entry in nccl_net_abi.entries(version)),
-        ]
-        view = memory_at(table, nccl_net_abi.table_bytes(version)).cast("Q")
-        for index, address in enumerate(addresses):
-            view[index] = address
+        for abi, functions in ((nccl_net_abi, callbacks), (nccl_collnet_abi, collnet)):
+            table = ctypes.addressof(ctypes.c_char.in_dll(library, abi.symbol(version)))
+            addresses = [
+                ctypes.addressof(name),
+                *(functions.address(entry, version) for entry in abi.entries(version)),
+            ]
+            view = memory_at(table, abi.table_bytes(version)).cast("Q")
+            for index, address in enumerate(addresses):
+                view[index] = address
     log.info("NCCL's network plugin is %s, over %s", path, plugin.endpoint.spec.name)
     return plugin
+
+
+def _remove_folder(folder: str, owner: int) -> None:
+    """Remove the shared object's folder, unless this is a child that inherited the handler."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 #: Entries that compiled code serves: name -> export of the kernel, by the version's calling form.
