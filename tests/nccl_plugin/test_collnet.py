@@ -174,7 +174,8 @@ class Foreign:
         per_rank, _, nbytes = rest[:3]
         (part,) = nccl_collnet_abi.decode_parts(self.version, parts, n)
         if rows := self.both("scatter", comm, (part, recv), rest[-1]):
-            total = sum(np.frombuffer(memory_at(p.address, nbytes), "f4") for p, _ in rows)
+            a, b = (np.frombuffer(memory_at(p.address, nbytes), "f4") for p, _ in rows)
+            total = a + b
             for rank, (_, target) in enumerate(rows):
                 memory_at(target, per_rank)[:] = total.tobytes()[rank * per_rank :][:per_rank]
             self.finish(per_rank)

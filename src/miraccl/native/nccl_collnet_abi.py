@@ -175,7 +175,7 @@ def encode_parts(version: int, parts: tuple[Part, ...]) -> ctypes.Array[ctypes.S
             )
     array: ctypes.Array[ctypes.Structure] = (PARTS[version] * len(parts))()
     for item, part in zip(array, parts, strict=True):
-        item.mhandle, item.address, item.size = (  # type: ignore[attr-defined]
+        item.mhandle, item.address, item.size = (
             part.mhandle,
             part.address,
             part.nbytes,
