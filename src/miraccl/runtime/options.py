@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
@@ -10,7 +9,7 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 
 from miraccl import params
-from miraccl.errors import InvalidUsage
+from miraccl.errors import InvalidUsage, did_you_mean
 from miraccl.planning import nccl_hints
 from miraccl.types import Collective
 
@@ -74,10 +73,9 @@ class Options:
         **unknown: Any,
     ) -> Options:
         for name in unknown:
-            close = difflib.get_close_matches(name, _NAMES, n=1)
             raise InvalidUsage(
                 f"unknown option {name!r}; known are {', '.join(_NAMES)}",
-                hint=f"did you mean {close[0]!r}?" if close else None,
+                hint=did_you_mean(name, _NAMES),
             )
         if timeout is not None and (
             isinstance(timeout, bool)
