@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
 import numpy as np
 
@@ -12,6 +14,8 @@ from miraccl import params
 from miraccl.errors import InvalidUsage, did_you_mean
 from miraccl.planning import nccl_hints
 from miraccl.types import Collective
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class CommunicatorOptions(TypedDict, total=False):
@@ -131,3 +135,23 @@ class Options:
 
 
 _NAMES = tuple(CommunicatorOptions.__annotations__)
+
+
+def shows_options(function: F) -> F:
+    """Decorate a function so that ``help()`` and ``inspect`` name the options it takes.
+
+    Type checkers and editors read ``Unpack[CommunicatorOptions]``.
+    """
+    signature = inspect.signature(function)
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    for name, kind in CommunicatorOptions.__annotations__.items():
+        parameters.append(
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=getattr(kind, "__forward_arg__", kind),
+            )
+        )
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return function
