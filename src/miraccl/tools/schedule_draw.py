@@ -26,7 +26,7 @@ FOLD_FROM = 9  # ranks from which pictures are folded by default
 
 _CHARACTER = 6.3  # mean width of a character at 11 px
 _BOLD_CHARACTER = 6.95  # that of the bold names of primitives, in DejaVu Sans
-_LINE, _BOX, _LANE, _GAP, _ELLIPSIS = 14, 48, 58, 22, 74
+_LINE, _BOX, _LANE, _GAP, _ELLIPSIS = 14, 48, 58, 20, 70
 _TOP, _LEGEND_LINE, _LEGEND_WIDTH = 92, 19, (56, 110)  # px, px, characters: a phone to a page
 _HEADING = 50  # px above the time axis
 _TEXT, _MUTED, _ARROW = "#111111", "#555555", "#444444"
