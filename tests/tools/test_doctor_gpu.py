@@ -272,7 +272,7 @@ def test_without_a_fabric() -> None:
         (
             {"MIRACCL_DEBUG_SUBSYS": "^sockets"},
             "note",
-            "MIRACCL_DEBUG_SUBSYS: allowed are all, bootstrap, cache",
+            "MIRACCL_DEBUG_SUBSYS: allowed are all, aggregation, bootstrap",
         ),
         (
             {"MIRACCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_SUBSYS": "COLL"},

@@ -20,7 +20,6 @@ from miraccl.tools.options import (
     OutputFile,
     Size,
     Sizes,
-    SuggestingChoice,
     SuggestingGroup,
     read_bytes,
     write_json,
@@ -62,7 +61,7 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "-c",
             "--collective",
-            type=SuggestingChoice(_COLLECTIVES),
+            type=click.Choice(_COLLECTIVES),
             default="all_reduce",
             show_default=True,
             help="Operation.",
