@@ -11,6 +11,9 @@ between a long and a short run, because perftest prints zeros where /proc/cpuinf
 checks its signature and gives the memory back. Both have eight messages in flight: with the 128 of
 perftest's default, Soft-RoCE loses packets and is several times slower. Variants take turns; run it
 on an idle machine, as one processor of the guest carries both sides and the network.
+
+UD and UC run under the datagram machine, without protection, against ``ib_send_bw`` of the same
+kind; messages of UD are compared by their bytes, as perftest sends one packet each.
 """
 
 from __future__ import annotations
@@ -42,10 +45,13 @@ from miraccl.native.intrinsics import (
 )
 from miraccl.native.verbs_abi import load_library
 from miraccl.proxy.verbs.engine import KERNEL, VerbsEngine
+from miraccl.proxy.verbs.packet_engine import VerbsDatagramEngine
 from miraccl.topo.hca import read_hcas
-from miraccl.transport.base import Endpoint, Fifo, TransportContext
+from miraccl.transport.base import DatagramOptions, Endpoint, Fifo, TransportContext
 from miraccl.transport.fifo import PrivateMemory, memory_at
 from miraccl.transport.verbs import VerbsOptions, VerbsTransport
+from miraccl.transport.verbs_datagram import VerbsDatagramTransport
+from miraccl.transport.verbs_packets import PairKind
 
 TIMEOUT_S = 120.0
 SYS_NANOSLEEP = 101 if os.uname().machine == "aarch64" else 35
@@ -118,7 +124,9 @@ def receive_messages(descs, cts, tail, doorbell, asleep, one, first, count, addr
 class Peer:
     """One of two processes: rank 0 sends, rank 1 receives and answers."""
 
-    def __init__(self, rank: int, control: socket.socket, qps: int, nbytes: int) -> None:
+    def __init__(
+        self, rank: int, control: socket.socket, qps: int, nbytes: int, kind: PairKind | None
+    ) -> None:
         self.rank, self.control, self.nbytes = rank, control, nbytes
         self.memory = PrivateMemory(max(nbytes, 4096))
         self.one = PrivateMemory(4096)
@@ -136,16 +144,26 @@ class Peer:
             max_slot_bytes=8192,
             deadline=TIMEOUT_S,
         )
-        self.transport = VerbsTransport(
-            context,
-            library=library,
-            ports=ports,
-            engine=self._open_engine,
-            options=VerbsOptions(qps_per_connection=qps, copy_bytes=0),
-        )
+        shared: dict[str, Any] = {
+            "library": library,
+            "ports": ports,
+            "options": VerbsOptions(qps_per_connection=qps, copy_bytes=0),
+        }
+        self.transport: Any
+        if kind is None:
+            self.transport = VerbsTransport(context, engine=self._open_engine, **shared)
+        else:
+            self.transport = VerbsDatagramTransport(
+                context,
+                engine=self._open_packet_engine,
+                kind=kind,
+                datagram=DatagramOptions(protection="none"),
+                **shared,
+            )
         info = self.swap(self.transport.setup())
         self.pair = self.transport.connect({1 - rank: info})[1 - rank]
-        self.engine.add_region(self.memory.address, max(nbytes, 4096))
+        if kind is None:
+            self.engine.add_region(self.memory.address, max(nbytes, 4096))
         self.counts = [0, 0]
 
     def _open_engine(self) -> VerbsEngine:
@@ -157,6 +175,15 @@ class Peer:
             control=self.page.address,
         )
         return self.engine
+
+    def _open_packet_engine(self) -> VerbsDatagramEngine:
+        return VerbsDatagramEngine(
+            rank=self.rank,
+            library=load_library(),
+            wake=lambda _: None,
+            on_lost=lambda peer, loss: print(f"rank {peer}: {loss}", file=sys.stderr),
+            control=self.page.address,
+        )
 
     def swap(self, blob: bytes) -> bytes:
         """Exchange small blobs with the other process; also a barrier."""
@@ -219,16 +246,16 @@ class Peer:
         return time.perf_counter() - start
 
 
-def ours(kind: str, qps: int, nbytes: int, counts: tuple[int, int]) -> float:
+def ours(kind: str, qps: int, nbytes: int, counts: tuple[int, int], pair: PairKind | None) -> float:
     """Return seconds per message one way, from the difference of two runs."""
     ends = socket.socketpair()
     pid = os.fork()
     if pid == 0:
         try:
-            _serve(Peer(1, ends[1], qps, nbytes), kind, counts)
+            _serve(Peer(1, ends[1], qps, nbytes, pair), kind, counts)
         finally:
             os._exit(0)
-    peer = Peer(0, ends[0], qps, nbytes)
+    peer = Peer(0, ends[0], qps, nbytes, pair)
     note("connected")
     times = _serve(peer, kind, counts)
     os.waitpid(pid, 0)
@@ -244,15 +271,28 @@ def _serve(peer: Peer, kind: str, counts: tuple[int, int]) -> list[float]:
     return times
 
 
-def perftest(kind: str, qps: int, nbytes: int, counts: tuple[int, int], verb: str) -> float:
+def perftest(
+    kind: str,
+    qps: int,
+    nbytes: int,
+    counts: tuple[int, int],
+    verb: str,
+    pair: PairKind | None = None,
+) -> float:
     """Return the same of ``ib_write_bw`` or ``ib_write_lat``; ``verb`` may be ``send``."""
     times = []
+    parts = 1
+    if pair is PairKind.UD:  # one packet per message
+        parts = -(-nbytes // 4096)
+        nbytes, counts = 4096, (counts[0] * parts, counts[1] * parts)
     for count in counts:
         command = [f"ib_{verb}_{kind}", "-x", GID_INDEX, "-m", "4096", "-s", str(nbytes)]
         command += ["-n", str(count), "-F"] + (["-q", str(qps)] if kind == "bw" else [])
         if kind == "bw":  # as many as our FIFO has; Soft-RoCE loses packets of deeper queues
             command += ["-t", "8"]
-        if verb == "send":
+        if pair:
+            command += ["-c", pair.name]
+        if verb == "send" or pair:
             command.append("--events")
         if kind == "bw" and qps > 1:  # its -n is per queue pair
             command[command.index("-n") + 1] = str(max(5, count // qps))
@@ -264,21 +304,25 @@ def perftest(kind: str, qps: int, nbytes: int, counts: tuple[int, int], verb: st
         times.append(time.perf_counter() - start)
         note(f"{' '.join(command)}: {times[-1]:.2f} s")
         server.wait(TIMEOUT_S)
-    return (times[1] - times[0]) / (counts[1] - counts[0]) / (2 if kind == "lat" else 1)
+    seconds = (times[1] - times[0]) / (counts[1] - counts[0]) * parts
+    return seconds / (2 if kind == "lat" else 1)
 
 
-CASES: dict[str, tuple[str, int, int, tuple[int, int]]] = {
-    "64 KiB, 1 QP": ("bw", 1, 1 << 16, (400, 2400)),
-    "64 KiB, 4 QPs": ("bw", 4, 1 << 16, (400, 2400)),
-    "1 MiB, 1 QP": ("bw", 1, 1 << 20, (40, 200)),
-    "1 MiB, 4 QPs": ("bw", 4, 1 << 20, (40, 200)),
-    "8 B one way": ("lat", 1, 8, (200, 1700)),
+CASES: dict[str, tuple[str, int, int, tuple[int, int], PairKind | None]] = {
+    "64 KiB, 1 QP": ("bw", 1, 1 << 16, (400, 2400), None),
+    "64 KiB, 4 QPs": ("bw", 4, 1 << 16, (400, 2400), None),
+    "1 MiB, 1 QP": ("bw", 1, 1 << 20, (40, 200), None),
+    "1 MiB, 4 QPs": ("bw", 4, 1 << 20, (40, 200), None),
+    "8 B one way": ("lat", 1, 8, (200, 1700), None),
+    "UC 64 KiB": ("bw", 1, 1 << 16, (400, 2400), PairKind.UC),
+    "UD 64 KiB": ("bw", 1, 1 << 16, (200, 1200), PairKind.UD),
 }
 
 
 def compile_loops() -> None:
     """Compile the loops, and load the engine, before processes are forked."""
     native.library(KERNEL)
+    native.library(VerbsDatagramEngine.kernel)
     memory = PrivateMemory(4096)
     words = [memory.address + 64 * i for i in range(8)]
     send_messages(words[0], words[1], 0, words[2], words[3], 0, 0, words[4], 8)
@@ -296,6 +340,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="factor of all message counts")
+    parser.add_argument("--cases", default="", help="names of cases separated by semicolons")
     parser.add_argument("--out", help="name of the result files below bench/results")
     args = parser.parse_args()
     verb = "send" if os.cpu_count() == 1 else "write"
@@ -304,13 +349,15 @@ def main() -> None:
     compile_loops()
     note("compiled")
     print(lines[0])
-    for name, (kind, qps, nbytes, counts) in CASES.items():
+    for name, (kind, qps, nbytes, counts, pair) in CASES.items():
+        if args.cases and name not in args.cases.split(";"):
+            continue
         scaled = (max(5, int(counts[0] * args.scale)), max(10, int(counts[1] * args.scale)))
         rows: list[tuple[float, float]] = []
         for _ in range(args.rounds):
-            peer = perftest(kind, qps, nbytes, scaled, verb)
+            peer = perftest(kind, qps, nbytes, scaled, "send" if pair else verb, pair)
             note(f"{name}: perftest {peer * 1e6:.1f} us")
-            rows.append((peer, ours(kind, qps, nbytes, scaled)))
+            rows.append((peer, ours(kind, qps, nbytes, scaled, pair)))
             note(f"{name}: miraccl {rows[-1][1] * 1e6:.1f} us")
         theirs, own = (statistics.median(column) * 1e6 for column in zip(*rows, strict=True))
         # Bandwidth as a share of perftest's; latency as a multiple of it.

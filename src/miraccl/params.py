@@ -665,6 +665,14 @@ def parse_path_level(text: str) -> int:
     raise ValueError(f"allowed are {' '.join(_PATH_LEVELS)}, 0 to 5 on NCCL's old scale, and -1")
 
 
+def _parse_merge_level(text: str) -> int:
+    """Parse a path type, or PORT: the ports of one NIC."""
+    level = 1 if text.upper() == "PORT" else parse_path_level(text)
+    if level < 0:
+        raise ValueError(f"allowed are PORT, {' '.join(_PATH_LEVELS)}")
+    return level
+
+
 def parse_netdevs_policy(text: str) -> str:
     upper = text.upper()
     if upper in ("AUTO", "ALL") or re.fullmatch(r"MAX:0*[1-9]\d{0,8}", upper):
@@ -758,6 +766,39 @@ NET_GDR_C2C = declare(
     "1 enables GPUDirect over C2C to NICs at the CPU.",
     kind="flag",
     nccl="NET_GDR_C2C",
+)
+NET_MERGE_LEVEL = declare(
+    "NET_MERGE_LEVEL",
+    1,
+    _parse_merge_level,
+    "Farthest path type of ports that become one network device: LOC fuses none, PORT the ports of "
+    "a NIC, then the path types.",
+    kind="path type",
+    nccl="NET_MERGE_LEVEL",
+)
+NET_FORCE_MERGE = declare(
+    "NET_FORCE_MERGE",
+    "",
+    str,
+    "Ports that become one network device: names separated by commas, groups by semicolons.",
+    kind="text",
+    nccl="NET_FORCE_MERGE",
+)
+NET_FORCE_FLUSH = declare(
+    "NET_FORCE_FLUSH",
+    0,
+    _parse_flag,
+    "1 flushes GPU memory after every receive of a NIC, also where the GPU orders its writes.",
+    kind="flag",
+    nccl="NET_FORCE_FLUSH",
+)
+GDR_FLUSH_DISABLE = declare(
+    "GDR_FLUSH_DISABLE",
+    0,
+    _parse_flag,
+    "1 never flushes GPU memory after a receive of a NIC.",
+    kind="flag",
+    nccl="GDR_FLUSH_DISABLE",
 )
 NET_DISABLE_INTRA = declare(
     "NET_DISABLE_INTRA",
@@ -875,6 +916,14 @@ IB_POLICY = declare(
     "queue.",
     kind="choice",
     nccl="IB_SPLIT_DATA_ON_QPS",
+)
+IB_QP_TYPE = declare(
+    "IB_QP_TYPE",
+    "rc",
+    str,
+    "Kind of the queue pairs: rc (reliable), or uc and ud under the paths, loss detection and "
+    "congestion control of UDP; the same on all ranks.",
+    kind="choice",
 )
 IB_GID_INDEX = declare(
     "IB_GID_INDEX",

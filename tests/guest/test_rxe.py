@@ -12,8 +12,13 @@ import pytest
 
 from miraccl.native.verbs_abi import load_library
 from miraccl.topo.hca import Hca, Port, read_hcas
+from miraccl.transport.fifo import PrivateMemory, memory_at
 from miraccl.transport.registry import VERBS
 from miraccl.transport.verbs import VerbsOptions
+from miraccl.transport.verbs_device import VerbsDevice
+from miraccl.transport.verbs_flush import FLUSHABLE, FlushQueue
+from miraccl.transport.verbs_packets import PairKind
+from miraccl.wire.verbs.flush import FlushMethod
 from tests.transport.conformance import TransportConformance
 from tests.transport.test_verbs import transfer
 from tests.transport.verbs_world import VerbsWorld, build_ranks
@@ -51,6 +56,51 @@ class TestSoftRoceTwoRails(TransportConformance):
 
     def build(self, nranks: int) -> VerbsWorld:
         return build(nranks, 2, options=VerbsOptions(qps_per_connection=2))
+
+
+class TestSoftRoceUd(TransportConformance):
+    spec = VERBS
+
+    def build(self, nranks: int) -> VerbsWorld:
+        return build(nranks, kind=PairKind.UD)
+
+
+class TestSoftRoceUc(TransportConformance):
+    spec = VERBS
+
+    def build(self, nranks: int) -> VerbsWorld:
+        return build(nranks, 2, kind=PairKind.UC)
+
+
+@pytest.mark.parametrize("kind", list(PairKind))
+def test_unreliable_pair_that_fails_is_used_again(kind: PairKind) -> None:
+    world = build(2, 2, kind=kind, options=VerbsOptions(qps_per_connection=1))
+    try:
+        world.connect()
+        transfer(world, 1 << 18)
+        for pairs in world.transports[0]._pairs.values():  # type: ignore[attr-defined]
+            pairs[0].to_error()
+        transfer(world, 1 << 18, count=2, seed=3)
+        assert world.losses == {0: [], 1: []}
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("method", [FlushMethod.READ, FlushMethod.ATOMIC])
+def test_flush(method: FlushMethod) -> None:
+    ((hca, port),) = rails(0)[:1]
+    device = VerbsDevice.open(load_library(), hca, port)
+    try:
+        memory = PrivateMemory(4096)
+        memory_at(memory.address, 4096)[:] = b"x" * 4096
+        rkey = device.register(memory.address, 4096, FLUSHABLE)[1]
+        queue = FlushQueue(device, method)
+        queue.open()
+        queue.flush(memory.address, 4096, rkey)
+        queue.close()
+        assert bytes(memory_at(memory.address, 4096)) == b"x" * 4096
+    finally:
+        device.close()
 
 
 @pytest.fixture
@@ -103,13 +153,19 @@ print("right")
 """
 
 
-def test_collectives_of_two_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["rc", "uc", "ud"])
+def test_collectives_of_two_processes(tmp_path: Path, kind: str) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     done = subprocess.run(
         [sys.executable, "-m", "miraccl", "run", "-n", "2", str(program)],
         cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", "MIRACCL_NET": "verbs"},
+        env={
+            "PYTHONPATH": str(ROOT / "src"),
+            "PATH": "/usr/bin:/bin",
+            "MIRACCL_NET": "verbs",
+            "MIRACCL_IB_QP_TYPE": kind,
+        },
         capture_output=True,
         text=True,
         timeout=300,

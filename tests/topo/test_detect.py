@@ -134,16 +134,24 @@ def test_interfaces_are_the_nets_without_verbs(machine):
     assert [n.name for n in found.system.of(NodeType.NIC)] == ["NIC/0-5000", "NIC/0-0"]
 
 
-def test_ports_of_a_nic_are_one_device(machine):
+def test_ports_of_a_nic_are_one_device(machine, monkeypatch):
     up = "pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:01.0"
     second = machine.pci(f"{up}/0000:05:00.1", cls="0x020700")
     machine.infiniband("mlx5_1", second, rate="400 Gb/sec (4X NDR)")
-    found = analyse_topology(detect_machine(machine.root, gpus=GPUS, arch="x86_64").root)
-    assert [(net.label, net.bw) for net in found.system.nets] == [
-        ("mlx5_0", 25.0),
-        ("mlx5_1", 50.0),
-    ]
+    file = detect_machine(machine.root, gpus=GPUS, arch="x86_64")
+    found = analyse_topology(file.root)
+    assert [(net.label, net.bw) for net in found.system.nets] == [("mlx5_0+mlx5_1", 75.0)]
     assert found.system.count(NodeType.NIC) == 1
+    assert (0, "mlx5_0 and mlx5_1 are one network device") in file.notes
+    for name, value in (("NCCL_NET_MERGE_LEVEL", "LOC"), ("NCCL_IB_MERGE_NICS", "0")):
+        monkeypatch.setenv(name, value)
+        found = analyse_topology(detect_machine(machine.root, gpus=GPUS, arch="x86_64").root)
+        assert [(net.label, net.bw) for net in found.system.nets] == [
+            ("mlx5_0", 25.0),
+            ("mlx5_1", 50.0),
+        ]
+        assert found.system.count(NodeType.NIC) == 1
+        monkeypatch.delenv(name)
 
 
 def test_gpu_missing_from_sysfs(machine):

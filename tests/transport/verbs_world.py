@@ -9,10 +9,13 @@ from typing import Any
 
 from miraccl.native.verbs_abi import VerbsLibrary
 from miraccl.proxy.verbs.engine import VerbsEngine
+from miraccl.proxy.verbs.packet_engine import VerbsDatagramEngine
 from miraccl.sim.verbs import SimulatedVerbs
 from miraccl.topo.hca import Hca, Port
-from miraccl.transport.base import Endpoint, TransportContext
+from miraccl.transport.base import DatagramOptions, Endpoint, TransportContext
 from miraccl.transport.verbs import VerbsOptions, VerbsTransport
+from miraccl.transport.verbs_datagram import VerbsDatagramTransport
+from miraccl.transport.verbs_packets import PairKind
 from tests.transport.conformance import WAIT_S, Way, World
 
 SLOT = 16384
@@ -23,6 +26,7 @@ class VerbsWorld(World):
     """World with the engines of its ranks, and its simulated devices if it has some."""
 
     engines: dict[int, VerbsEngine] = field(default_factory=dict)
+    packet_engines: dict[int, VerbsDatagramEngine] = field(default_factory=dict)
     devices: SimulatedVerbs | None = None
     ways: dict[tuple[int, int], Way] = field(default_factory=dict)
 
@@ -48,8 +52,10 @@ def build_ranks(
     options: VerbsOptions | None = None,
     spin_ns: int = 0,
     deadline: float = WAIT_S,
+    kind: PairKind | None = None,
+    datagram: DatagramOptions | None = None,
 ) -> None:
-    """Add ranks on hosts of their own; rank r has ``ports[r]``."""
+    """Add ranks on hosts of their own; rank r has ``ports[r]``. ``kind`` None: reliable."""
     endpoints = {
         rank: Endpoint(
             rank=rank,
@@ -66,32 +72,44 @@ def build_ranks(
             losses.append((peer, loss))
             world.news.set()
 
-        def engine(rank: int = rank, on_lost: Any = on_lost) -> VerbsEngine:
-            world.engines[rank] = VerbsEngine(
-                rank=rank,
-                library=library,
-                wake=lambda _: world.news.set(),
-                on_lost=on_lost,
-                spin_ns=spin_ns,
-            )
-            return world.engines[rank]
+        def engine(rank: int = rank, on_lost: Any = on_lost) -> Any:
+            shared: dict[str, Any] = {
+                "rank": rank,
+                "library": library,
+                "wake": lambda _: world.news.set(),
+                "on_lost": on_lost,
+            }
+            if kind is None:
+                world.engines[rank] = VerbsEngine(spin_ns=spin_ns, **shared)
+                return world.engines[rank]
+            world.packet_engines[rank] = VerbsDatagramEngine(**shared)
+            return world.packet_engines[rank]
 
-        transport = VerbsTransport(
-            TransportContext(
-                endpoint=endpoints[rank],
-                peers={r: e for r, e in endpoints.items() if r != rank},
-                budget=slot_bytes * 8 * max(1, len(ports) - 1),
-                max_slot_bytes=slot_bytes,
-                deadline=deadline,
-                wake=lambda _: world.news.set(),
-                on_lost=on_lost,
-            ),
-            library=library,
-            ports=each,
-            engine=engine,
-            options=options,
-            linger=1.0,
+        context = TransportContext(
+            endpoint=endpoints[rank],
+            peers={r: e for r, e in endpoints.items() if r != rank},
+            budget=slot_bytes * 8 * max(1, len(ports) - 1),
+            max_slot_bytes=slot_bytes,
+            deadline=deadline,
+            wake=lambda _: world.news.set(),
+            on_lost=on_lost,
         )
+        transport: Any
+        if kind is None:
+            transport = VerbsTransport(
+                context, library=library, ports=each, engine=engine, options=options, linger=1.0
+            )
+        else:
+            transport = VerbsDatagramTransport(
+                context,
+                library=library,
+                ports=each,
+                engine=engine,
+                kind=kind,
+                options=options or VerbsOptions(),
+                datagram=datagram or DatagramOptions(),
+                linger=0.3,
+            )
         world.cleanup.callback(transport.abort, "the test is over")
         world.transports[rank] = transport
 
@@ -104,6 +122,8 @@ def build_verbs_world(
     options: VerbsOptions | None = None,
     spin_ns: int = 0,
     deadline: float = WAIT_S,
+    kind: PairKind | None = None,
+    datagram: DatagramOptions | None = None,
     **simulated: Any,
 ) -> VerbsWorld:
     """Return ranks on simulated devices; rank r has ``devices[r]`` of them."""
@@ -123,5 +143,7 @@ def build_verbs_world(
         options=options,
         spin_ns=spin_ns,
         deadline=deadline,
+        kind=kind,
+        datagram=datagram,
     )
     return world

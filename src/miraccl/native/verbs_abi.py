@@ -236,12 +236,17 @@ FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ibv_create_qp": (Pointer, Pointer, Pointer),
     "ibv_modify_qp": (Int, Pointer, Pointer, Int),
     "ibv_destroy_qp": (Int, Pointer),
+    "ibv_create_ah": (Pointer, Pointer, Pointer),
+    "ibv_destroy_ah": (Int, Pointer),
     "ibv_get_async_event": (Int, Pointer, Pointer),
     "ibv_ack_async_event": (None, Pointer),
 }
 
-#: Functions of newer versions: registration of dma-buf descriptors (34).
-OPTIONAL_FUNCTIONS: Final = ("ibv_reg_dmabuf_mr",)
+#: Functions of newer versions: registration of dma-buf descriptors (34) with protection domain,
+#: offset, length, address for the adapter, descriptor and access.
+OPTIONAL_FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
+    "ibv_reg_dmabuf_mr": (Pointer, Pointer, U64, c.c_size_t, U64, Int, Int),
+}
 
 INSTALL_HINT: Final = (
     "install libibverbs (Debian and Ubuntu: apt-get install libibverbs1 ibverbs-providers; "
@@ -380,9 +385,10 @@ def load_library() -> VerbsLibrary:
             )
         function.restype, function.argtypes = result, arguments
         functions[name] = function
-    for name in OPTIONAL_FUNCTIONS:
+    for name, (result, *arguments) in OPTIONAL_FUNCTIONS.items():
         if hasattr(library, name):
-            functions[name] = getattr(library, name)
+            function = functions[name] = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
     return VerbsLibrary(functions)
 
 

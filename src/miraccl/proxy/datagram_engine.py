@@ -115,6 +115,7 @@ class DatagramEngine(ProgressEngine):
     """Moves messages for one rank over UDP; see ``ProgressEngine``."""
 
     kernel = "miraccl.proxy.kernels.datagram_engine"
+    transport = "udp"
     can_be_driven = False
 
     def _prepare(self, library: native.CodeLibrary) -> None:
@@ -144,7 +145,7 @@ class DatagramEngine(ProgressEngine):
     def reports(self) -> list[PathReport]:
         """Return the state of all paths in detail; any thread may ask."""
         return [
-            _report(link, index, path)
+            _report(link, index, path, self._local_name(link.connection, index))
             for link in list(self._links.values())
             if isinstance(link, DatagramLink) and isinstance(link.connection, DatagramConnection)
             for index, path in enumerate(link.connection.paths)
@@ -155,7 +156,7 @@ class DatagramEngine(ProgressEngine):
         return [
             PathStatus(
                 peer=report.peer,
-                transport="udp",
+                transport=self.transport,
                 path=report.path,
                 local=report.local,
                 remote=report.remote,
@@ -173,6 +174,11 @@ class DatagramEngine(ProgressEngine):
             )
             for report in self.reports()
         ]
+
+    def _local_name(self, connection: DatagramConnection, index: int) -> str:
+        """Return this end of a path for reports."""
+        sock = connection.streams[connection.paths[index].socket]
+        return ":".join(map(str, sock.getsockname()[:2])) if sock.fileno() >= 0 else ""
 
     @property
     def strangers(self) -> int:
@@ -198,8 +204,8 @@ class DatagramEngine(ProgressEngine):
         flow.store(flow_layout.FLOW_PORT, self._port.address)
         flow.store(flow_layout.FLOW_SEAL, ciphers[0].prepared(sealing=True))
         flow.store(flow_layout.FLOW_OPEN, ciphers[1].prepared(sealing=False))
-        for index, path in enumerate(connection.paths):
-            self._write_address(flow, index, path)
+        for index in range(len(connection.paths)):
+            self._write_address(flow, connection, index)
         link = DatagramLink(
             connection,
             memory,
@@ -235,7 +241,9 @@ class DatagramEngine(ProgressEngine):
             )
         self._store_port(flow_layout.PORT_NSOCKETS, len(self._sockets))
 
-    def _write_address(self, flow: FlowMemory, index: int, path: DatagramPath) -> None:
+    def _write_address(self, flow: FlowMemory, connection: DatagramConnection, index: int) -> None:
+        """Write the peer's end of a path, and what carries it here."""
+        path = connection.paths[index]
         address = socket_address(path.host, path.port)
         flow.write_path(index, flow_layout.PATH_ADDRESS, address)
         flow.store_path(index, flow_layout.PATH_ADDRESS_BYTES, len(address))
@@ -284,17 +292,16 @@ def socket_address(host: str, port: int) -> bytes:
     return family + struct.pack("!H", port) + socket.inet_aton(host) + bytes(8)
 
 
-def _report(link: DatagramLink, index: int, path: DatagramPath) -> PathReport:
+def _report(link: DatagramLink, index: int, path: DatagramPath, local: str) -> PathReport:
     def word(offset: int) -> int:
         return link.flow.path(index, offset)
 
-    sock = link.connection.streams[path.socket]
     window, smoothed = word(flow_layout.PATH_CONTROL), word(flow_layout.PATH_SMOOTHED)
     rate = word(flow_layout.PATH_CONTROL + 8) or window * 1_000_000_000 // max(1, smoothed)
     return PathReport(
         peer=link.connection.peer,
         path=index,
-        local=":".join(map(str, sock.getsockname()[:2])) if sock.fileno() >= 0 else "",
+        local=local,
         remote=f"{path.host}:{path.port}",
         state=flow_layout.STATES[word(flow_layout.PATH_STATE)].value,
         rtt=smoothed,

@@ -316,6 +316,7 @@ class ProgressEngine:
                 self._run(self._memory.address, 0)
                 self._atomics.store_release(self._memory.address + layout.ENGINE_ATTENTION, 0)
                 self._commands.run_pending()
+                self._service()
                 self._report_ended()
                 if self._get(layout.ENGINE_DIRTY):
                     self._set(layout.ENGINE_DIRTY, 0)
@@ -335,6 +336,9 @@ class ProgressEngine:
         self._commands.close()
         for _, done in self._closers:
             done.set()
+
+    def _service(self) -> None:
+        """Handle what compiled code has left for Python; called in every round of the thread."""
 
     def _report_ended(self) -> None:
         """Close the sockets of links that have ended, and report losses."""

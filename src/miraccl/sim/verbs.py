@@ -13,12 +13,13 @@ import ctypes
 import errno
 import ipaddress
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from miraccl.native import verbs_abi as abi
 from miraccl.native.verbs_abi import VerbsLibrary
-from miraccl.sim.verbs_wire import Channel, Completion, Pair, Queue, Region, Request, Wire
+from miraccl.sim.verbs_wire import Channel, Completion, Pair, Queue, Region, Request, Segments, Wire
 from miraccl.topo.hca import Gid, Hca, Port
 
 _I64, _I32, _P = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
@@ -105,6 +106,8 @@ class SimulatedVerbs:
             "ibv_dealloc_pd": lambda pd: self._free(pd) and 0,
             "ibv_query_gid": lambda *_: 0,
             "ibv_ack_async_event": lambda _: None,
+            "ibv_create_ah": lambda pd, attributes: self._allocate(64, self._object(pd)),
+            "ibv_destroy_ah": lambda handle: self._free(handle) and 0,
         }
         methods: dict[str, Callable[..., Any]] = {
             "ibv_get_device_list": self._get_device_list,
@@ -120,6 +123,7 @@ class SimulatedVerbs:
             "ibv_modify_qp": self._modify_qp,
             "ibv_destroy_qp": self._destroy_qp,
             "ibv_get_async_event": self._get_async_event,
+            "ibv_reg_dmabuf_mr": self._reg_dmabuf_mr,
         }
         return simple | methods | {k: v for k, v in self._callbacks.items() if k in abi.FUNCTIONS}
 
@@ -213,6 +217,19 @@ class SimulatedVerbs:
             self._put(mr + abi.MR_RKEY, key)
             return mr
 
+    def _reg_dmabuf_mr(
+        self, pd: int, offset: int, nbytes: int, iova: int, descriptor: int, access: int
+    ) -> int:
+        """Register memory of this process as if it were that of a dma-buf, if it is so large."""
+        try:
+            large = offset + nbytes <= os.fstat(descriptor).st_size
+        except OSError:
+            large = False
+        if not large:
+            ctypes.set_errno(errno.EINVAL)
+            return 0
+        return self._reg_mr(pd, iova, nbytes, access)
+
     def _dereg_mr(self, mr: int) -> int:
         with self.wire.lock:
             region = self.wire.regions.pop(self._free(mr))
@@ -228,7 +245,9 @@ class SimulatedVerbs:
             pair = Pair(
                 number=next(self._numbers),
                 device=self._object(pd),
+                kind=wanted.qp_type,
                 queue=self._object(wanted.send_cq),
+                recv_queue=self._object(wanted.recv_cq),
                 send_depth=wanted.cap.send_wr,
                 recv_depth=wanted.cap.recv_wr,
             )
@@ -242,6 +261,8 @@ class SimulatedVerbs:
         with self.wire.lock:
             if mask & abi.ATTR_DEST_QPN:
                 pair.peer = record.dest_qp_num
+            if mask & abi.ATTR_QKEY:
+                pair.qkey = record.qkey
             return self.wire.set_state(pair, record.qp_state)
 
     def _destroy_qp(self, qp: int) -> int:
@@ -297,13 +318,17 @@ class SimulatedVerbs:
             wr = record.next or 0
         return 0
 
-    def _request(self, record: Any) -> Request:
-        segments = tuple(
+    @staticmethod
+    def _segments(record: Any) -> Segments:
+        return tuple(
             (sge.addr, sge.length, sge.lkey)
             for sge in (
                 abi.Sge.from_address(record.sg_list + 16 * i) for i in range(record.num_sge)
             )
         )
+
+    def _request(self, record: Any) -> Request:
+        segments = self._segments(record)
         data = None
         if record.send_flags & abi.SEND_INLINE:
             data = b"".join(ctypes.string_at(address, nbytes) for address, nbytes, _ in segments)
@@ -316,7 +341,11 @@ class SimulatedVerbs:
             rkey=record.rkey,
             immediate=record.imm_data,
             data=data,
+            qkey=record.pad0,
+            addend=record.rkey | record.pad0 << 32,
+            atomic_rkey=record.pad1[1] & 0xFFFFFFFF,
         )
 
     def _post_recv(self, qp: int, wr: int, bad: int) -> int:
-        return self.wire.post_receive(self._object(qp), abi.RecvWr.from_address(wr).wr_id)
+        record = abi.RecvWr.from_address(wr)
+        return self.wire.post_receive(self._object(qp), record.wr_id, self._segments(record))

@@ -2,8 +2,10 @@
 
 Plain Python over memory of this process. ``sim.verbs`` gives it the ABI of libibverbs, so the
 verbs transport runs on it unchanged. The wire carries one work request at a time; ``order`` chooses
-the queue pair, among those that have requests. Within a queue pair requests complete in order, as
-with reliable connections.
+the queue pair, among those that have requests. Within a queue pair requests complete in order.
+
+Requests of reliable connections arrive in that order or fail. Packets of UD and UC have a ``fate``:
+lost, late, or several copies; one for which no receive is posted is lost as well.
 """
 
 from __future__ import annotations
@@ -12,15 +14,19 @@ import ctypes
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from miraccl import clock
 from miraccl.native import verbs_abi as abi
 
-STATUS_LOCAL_PROTECTION, STATUS_REMOTE_ACCESS = 4, 10
+STATUS_LOCAL_PROTECTION, STATUS_REMOTE_INVALID, STATUS_REMOTE_ACCESS = 4, 9, 10
 VENDOR_TIMEOUT: int = 129
 _IMM_FLAG: int = 2
+#: Bytes in front of a received UD packet, and the largest one.
+GRH_BYTES, UD_BYTES = 40, 4096
+_GRH_FLAG, _LENGTH_ERROR = 1, 1
+Segments = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(eq=False)
@@ -105,29 +111,62 @@ class Request:
     wr_id: int
     opcode: int
     signaled: bool
-    segments: tuple[tuple[int, int, int], ...]
+    segments: Segments
     remote: int
     rkey: int
     immediate: int
     data: bytes | None = None
+    qkey: int = 0
+    addend: int = 0
+    atomic_rkey: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        if self.data is not None:
+            return len(self.data)
+        return sum(length for _, length, _ in self.segments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Datagram:
+    """Packet of an unreliable queue pair on its way; ``after`` packets pass it first."""
+
+    target: int
+    source: int
+    qkey: int
+    data: bytes
+    after: int = 0
 
 
 @dataclass(eq=False)
 class Pair:
-    """Queue pair of a device."""
+    """Queue pair of a device.
+
+    Attributes:
+        queue, recv_queue: Completion queues of its sends and of its receives.
+        qkey: Key that UD packets to it must carry.
+        receives: (work request number, buffers) of posted receives.
+    """
 
     number: int
     device: str
     queue: Queue
+    recv_queue: Queue
     send_depth: int
     recv_depth: int
+    kind: int = abi.QPT_RC
+    qkey: int = 0
     state: int = abi.QPS_RESET
     peer: int = 0
     sends: deque[Request] = field(default_factory=deque)
-    receives: deque[int] = field(default_factory=deque)
+    receives: deque[tuple[int, Segments]] = field(default_factory=deque)
     waiting_since: float | None = None
     in_doubt: deque[int] = field(default_factory=deque)
     """Requests that were executed and whose acknowledgement was lost."""
+
+    @property
+    def reliable(self) -> bool:
+        return self.kind == abi.QPT_RC
 
     @property
     def receiving(self) -> bool:
@@ -140,19 +179,28 @@ class Wire:
     Args:
         order: ``order(n)`` chooses one of n queue pairs that have requests; the first by default.
         timeout_s: Time after which an unanswered request fails with status 12.
+        fate: Copies of an unreliable packet that arrive: for each, the number of packets that
+            pass it first. The default is one copy in order; an empty sequence loses the packet.
 
     Attributes:
         not_ready: Number of times that a receiver had posted no receive.
+        dropped: Unreliable packets that arrived and had no receive, key or path.
     """
 
     def __init__(
-        self, *, order: Callable[[int], int] = lambda n: 0, timeout_s: float = 0.05
+        self,
+        *,
+        order: Callable[[int], int] = lambda n: 0,
+        timeout_s: float = 0.05,
+        fate: Callable[[Pair, Request], Sequence[int]] = lambda pair, request: (0,),
     ) -> None:
         self.lock = threading.RLock()
         self.pairs: dict[int, Pair] = {}
         self.regions: dict[int, Region] = {}
         self.async_events: dict[str, list[Channel]] = {}
-        self.not_ready = self.delivered = 0
+        self.not_ready = self.delivered = self.dropped = 0
+        self._fate = fate
+        self._late: list[Datagram] = []
         self.on_deliver: Callable[[Pair, Request], None] = lambda pair, request: None
         self._order, self._timeout_s = order, timeout_s
         self._down: set[str] = set()
@@ -241,14 +289,14 @@ class Wire:
             self._work.notify_all()
             return 0
 
-    def post_receive(self, pair: Pair, wr_id: int) -> int:
+    def post_receive(self, pair: Pair, wr_id: int, segments: Segments = ()) -> int:
         with self.lock:
             if len(pair.receives) >= pair.recv_depth:
                 return 12
             if pair.state == abi.QPS_ERR:
                 self._flush_receive(pair, wr_id)
             else:
-                pair.receives.append(wr_id)
+                pair.receives.append((wr_id, segments))
                 self._work.notify_all()
             return 0
 
@@ -264,14 +312,19 @@ class Wire:
                 pair.receives.clear()
                 pair.in_doubt.clear()
                 pair.waiting_since = None
-                pair.queue.forget(pair.number)
+                self._forget(pair)
             self._work.notify_all()
             return 0
+
+    @staticmethod
+    def _forget(pair: Pair) -> None:
+        pair.queue.forget(pair.number)
+        pair.recv_queue.forget(pair.number)
 
     def destroy(self, pair: Pair) -> None:
         with self.lock:
             self.pairs.pop(pair.number, None)
-            pair.queue.forget(pair.number)
+            self._forget(pair)
             self._work.notify_all()
 
     # --- delivery
@@ -291,14 +344,102 @@ class Wire:
             return False
         ready = [pair for pair in self.pairs.values() if self._can_move(pair)]
         if not ready:
+            self._arrive_late(everything=True)
             return False
-        self._deliver(ready[self._order(len(ready))])
+        pair = ready[self._order(len(ready))]
+        if pair.reliable:
+            self._deliver(pair)
+        else:
+            self._send_datagram(pair)
         return True
+
+    def _send_datagram(self, pair: Pair) -> None:
+        """Complete the oldest send of an unreliable queue pair, and let its packet go."""
+        request = pair.sends.popleft()
+        status, vendor = self._failures.pop(pair.number, (0, 0))
+        if pair.kind == abi.QPT_UD and request.nbytes > UD_BYTES:
+            status = _LENGTH_ERROR
+        data = b"" if status else self._read(pair, request)
+        if data is None:
+            status = STATUS_LOCAL_PROTECTION
+        if status or data is None:
+            self._complete(pair, request, status, vendor)
+            pair.state = abi.QPS_ERR
+            self._flush(pair)
+            return
+        self._complete(pair, request, 0)
+        target = request.rkey if pair.kind == abi.QPT_UD else pair.peer
+        if self._path_works(pair, target):
+            for after in self._fate(pair, request):
+                packet = Datagram(
+                    target=target, source=pair.number, qkey=request.qkey, data=data, after=after
+                )
+                if after:
+                    self._late.append(packet)
+                else:
+                    self._arrive(packet)
+        self.on_deliver(pair, request)
+        self._arrive_late(everything=False)
+
+    def _arrive_late(self, *, everything: bool) -> None:
+        """Let one packet pass all late ones; deliver those whose time has come, or all."""
+        late, self._late = self._late, []
+        for packet in late:
+            if packet.after <= 1 or everything:
+                self._arrive(packet)
+            else:
+                self._late.append(replace(packet, after=packet.after - 1))
+
+    def _read(self, pair: Pair, request: Request) -> bytes | None:
+        """Return the payload of a request, None if its memory is not registered."""
+        if request.data is not None:
+            return request.data
+        parts = []
+        for address, length, lkey in request.segments:
+            source = self.regions.get(lkey)
+            if source is None or not source.allows(pair.device, address, length, 0):
+                return None
+            parts.append(ctypes.string_at(address, length))
+        return b"".join(parts)
+
+    def _arrive(self, packet: Datagram) -> None:
+        """Write a packet into the oldest receive of its target, or drop it."""
+        pair = self.pairs.get(packet.target)
+        if pair is None or not pair.receiving or not pair.receives:
+            self.dropped += 1
+            return
+        ud = pair.kind == abi.QPT_UD
+        if (ud and packet.qkey != pair.qkey) or (not ud and pair.peer != packet.source):
+            self.dropped += 1
+            return
+        header = GRH_BYTES if ud else 0
+        wr_id, ((address, room, lkey),) = pair.receives.popleft()
+        region, nbytes = self.regions.get(lkey), header + len(packet.data)
+        if (
+            region is None
+            or nbytes > room
+            or not region.allows(pair.device, address, nbytes, abi.ACCESS_LOCAL_WRITE)
+        ):
+            self._flush_receive(pair, wr_id)
+            return
+        ctypes.memmove(address + header, packet.data, len(packet.data))
+        self.delivered += 1
+        pair.recv_queue.push(
+            Completion(
+                qp=pair.number,
+                wr_id=wr_id,
+                opcode=abi.WC_RECV,
+                nbytes=nbytes,
+                flags=_GRH_FLAG if ud else 0,
+            )
+        )
 
     def _can_move(self, pair: Pair) -> bool:
         """Return True if the head of a queue pair's requests can be executed, or fails now."""
         if pair.state != abi.QPS_RTS or not (pair.sends or pair.in_doubt):
             return False
+        if not pair.reliable:
+            return True
         if pair.number in self._failures and pair.sends:
             return True
         now = clock.monotonic()
@@ -314,18 +455,18 @@ class Wire:
     def _answers_later(self, pair: Pair) -> bool:
         """Return True if the peer has posted no receive: that is not a timeout."""
         peer = self.pairs.get(pair.peer)
-        if not self._path_works(pair) or peer is None or pair.in_doubt:
+        if not self._path_works(pair, pair.peer) or peer is None or pair.in_doubt:
             return False
         return peer.receiving
 
-    def _path_works(self, pair: Pair) -> bool:
-        peer = self.pairs.get(pair.peer)
+    def _path_works(self, pair: Pair, target: int) -> bool:
+        peer = self.pairs.get(target)
         devices = {pair.device, peer.device if peer else pair.device}
         return pair.number not in self._cut and not devices & self._down
 
     def _reachable(self, pair: Pair) -> bool:
         peer = self.pairs.get(pair.peer)
-        if not self._path_works(pair) or peer is None or not peer.receiving:
+        if not self._path_works(pair, pair.peer) or peer is None or not peer.receiving:
             return False
         if peer.peer != pair.number:
             return False
@@ -362,13 +503,11 @@ class Wire:
             self._complete(pair, request, 0)
 
     def _execute(self, pair: Pair, peer: Pair, request: Request) -> int:
-        """Write the payload and consume a receive; return a status."""
+        """Write the payload and consume a receive, or read; return a status."""
+        if request.opcode in (abi.WR_RDMA_READ, abi.WR_ATOMIC_FETCH_AND_ADD):
+            return self._fetch(pair, peer, request)
         target = request.remote
-        nbytes = (
-            len(request.data)
-            if request.data is not None
-            else sum(n for _, n, _ in request.segments)
-        )
+        nbytes = request.nbytes
         region = self.regions.get(request.rkey)
         if nbytes and (
             region is None
@@ -387,16 +526,37 @@ class Wire:
         self.delivered += 1
         self.on_deliver(pair, request)
         if request.opcode == abi.WR_RDMA_WRITE_WITH_IMM:
-            peer.queue.push(
+            peer.recv_queue.push(
                 Completion(
                     qp=peer.number,
-                    wr_id=peer.receives.popleft(),
+                    wr_id=peer.receives.popleft()[0],
                     opcode=abi.WC_RECV_RDMA_WITH_IMM,
                     nbytes=nbytes,
                     immediate=request.immediate,
                     flags=_IMM_FLAG,
                 )
             )
+        return 0
+
+    def _fetch(self, pair: Pair, peer: Pair, request: Request) -> int:
+        """Read remote memory, or add to 8 bytes of it and return the old ones; return a status."""
+        atomic = request.opcode == abi.WR_ATOMIC_FETCH_AND_ADD
+        access = abi.ACCESS_REMOTE_ATOMIC if atomic else abi.ACCESS_REMOTE_READ
+        rkey = request.atomic_rkey if atomic else request.rkey
+        region, ((local, length, lkey),) = self.regions.get(rkey), request.segments
+        if region is None or not region.allows(peer.device, request.remote, length, access):
+            return STATUS_REMOTE_ACCESS
+        if atomic and (length != 8 or request.remote % 8):
+            return STATUS_REMOTE_INVALID
+        target = self.regions.get(lkey)
+        if target is None or not target.allows(pair.device, local, length, abi.ACCESS_LOCAL_WRITE):
+            return STATUS_LOCAL_PROTECTION
+        ctypes.memmove(local, request.remote, length)
+        if atomic:
+            word = ctypes.c_uint64.from_address(request.remote)
+            word.value = word.value + request.addend & (1 << 64) - 1
+        self.delivered += 1
+        self.on_deliver(pair, request)
         return 0
 
     def _complete(self, pair: Pair, request: Request, status: int, vendor: int = 0) -> None:
@@ -416,10 +576,10 @@ class Wire:
         while pair.sends:
             self._complete(pair, pair.sends.popleft(), abi.WC_WR_FLUSH_ERR)
         while pair.receives:
-            self._flush_receive(pair, pair.receives.popleft())
+            self._flush_receive(pair, pair.receives.popleft()[0])
 
     def _flush_receive(self, pair: Pair, wr_id: int) -> None:
-        pair.queue.push(
+        pair.recv_queue.push(
             Completion(
                 qp=pair.number,
                 wr_id=wr_id,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from miraccl import params
+from miraccl.errors import MissingDependency
 from miraccl.native.verbs_abi import load_library
 from miraccl.tools.findings import Check, DoctorFinding
 from miraccl.topo.hca import read_hcas
 from miraccl.transport.hca_devices import hca_devices
+from miraccl.transport.verbs_gpu_memory import GpuRegistration, decide, probe
 from miraccl.wire.verbs.flush import FlushFacts, FlushMethod, decide_flush
 
 
@@ -37,10 +39,7 @@ def check_flush(root: str | Path = "/") -> DoctorFinding | None:
     gpus = facts().gpus
     if not gpus or not read_hcas(root):
         return None
-    decisions = {
-        gpu.ordinal: decide_flush(FlushFacts(memory="gpu", compute_capability=gpu.sm))
-        for gpu in gpus
-    }
+    decisions = {gpu.ordinal: decide_flush(flush_facts(gpu.sm, root)) for gpu in gpus}
     first = decisions[gpus[0].ordinal]
     texts = dict.fromkeys(
         f"{decision.method.value}: {decision.reason}" for decision in decisions.values()
@@ -51,4 +50,41 @@ def check_flush(root: str | Path = "/") -> DoctorFinding | None:
     return DoctorFinding(name="flush", status="ok", found="; ".join(texts), advice=advice)
 
 
-CHECKS: dict[str, Check] = {"rdma": check_rdma, "flush": check_flush}
+def flush_facts(sm: int, root: str | Path = "/") -> FlushFacts:
+    """Return what decides the flush for a GPU of compute capability ``sm`` on this host."""
+    return FlushFacts(
+        memory="gpu",
+        compute_capability=sm,
+        forced=bool(params.NET_FORCE_FLUSH.read()),
+        disabled=bool(params.GDR_FLUSH_DISABLE.read()),
+        gdrcopy=(Path(root) / "dev/gdrdrv").exists(),
+    )
+
+
+def check_gpu_registration(root: str | Path = "/") -> DoctorFinding | None:
+    """Report how NICs could reach GPU memory, and what is missing."""
+    from miraccl.tools.doctor_gpu import facts
+
+    if not read_hcas(root) or not facts().gpus:
+        return None
+    try:
+        found = decide(probe(load_library(), root))
+    except MissingDependency as error:
+        return DoctorFinding(
+            name="gpudirect", status="note", found=error.message, advice=error.hint or ""
+        )
+    return DoctorFinding(
+        name="gpudirect",
+        status="note" if found.way is GpuRegistration.NONE else "ok",
+        found=f"{found.way.value}: {found.reason}",
+        advice="load nvidia_peermem, or install NVIDIA's open kernel modules"
+        if found.way is GpuRegistration.NONE
+        else "",
+    )
+
+
+CHECKS: dict[str, Check] = {
+    "rdma": check_rdma,
+    "gpudirect": check_gpu_registration,
+    "flush": check_flush,
+}

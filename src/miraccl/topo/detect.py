@@ -15,6 +15,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from miraccl import params
+from miraccl.topo.nic_fusion import fuse_nics
 from miraccl.topo.nvml import NvmlGpu, read_gpus
 from miraccl.topo.select import fuse_ranks
 from miraccl.topo.sysfs import BUS_ID, Sysfs, printable
@@ -290,6 +292,7 @@ class _MachineDetector:
     def nets(self) -> None:
         """Add verbs devices with an active port, or without any the network interfaces."""
         dev = 0
+        fusible: list[str] = []
         for name in self.sys.names("sys", "class", "infiniband"):
             for port in filter(
                 _NUMBER.fullmatch, self.sys.names("sys", "class", "infiniband", name, "ports")
@@ -315,7 +318,9 @@ class _MachineDetector:
                         self.sys.pci_of("sys", "class", "infiniband", name),
                     )
                     dev += 1
+                    fusible.append(printable(name))
         if dev:
+            self.fuse(fusible)
             return
         for name in self.sys.names("sys", "class", "net"):
             state = self.sys.read("sys", "class", "net", name, "operstate")
@@ -326,6 +331,17 @@ class _MachineDetector:
                     name, dev, speed if speed > 0 else 10_000, 0, dev, _SOCKET_MAXCONN, 0, bus_id
                 )
                 dev += 1
+
+    def fuse(self, names: Sequence[str]) -> None:
+        """Fuse ports as the settings say; ports of one NIC by default, as in NCCL."""
+        if params.IB_MERGE_NICS.read() and len({*names}) == len(names):
+            for text in fuse_nics(
+                self.root,
+                names,
+                level=params.NET_MERGE_LEVEL.read(),
+                force=params.NET_FORCE_MERGE.read(),
+            ):
+                self.note(text)
 
     def net(
         self,

@@ -34,6 +34,7 @@ from miraccl.errors import (
 from miraccl.sockets import open_in_range
 from miraccl.transport import registry
 from miraccl.transport.base import (
+    Capability,
     DatagramConnection,
     DatagramOptions,
     DatagramPath,
@@ -185,6 +186,9 @@ class DatagramTransport(Transport):
         check: Called while connecting; raises if a peer has died.
     """
 
+    network = "UDP"
+    """Name of the network in errors."""
+
     def __init__(
         self,
         endpoint: Endpoint,
@@ -206,7 +210,7 @@ class DatagramTransport(Transport):
         self._options = options or options_from_environment()
         self._timeout, self._linger, self._npeers = timeout, linger, npeers
         self._sockets: list[socket.socket] = []
-        self._info: DatagramInfo | None = None
+        self._info: Any = None
         self._connected: dict[int, FifoPair] = {}
         self._paths: dict[int, Sequence[DatagramPath]] = {}
         self._closed = False
@@ -222,7 +226,8 @@ class DatagramTransport(Transport):
                 protection=self._options.protection,
                 slot_bytes=self._slot_bytes,
             )
-        return self._info.encode()
+        encoded: bytes = self._info.encode()
+        return encoded
 
     def _open_sockets(self) -> tuple[SocketInfo, ...]:
         addresses = self._endpoint.addresses
@@ -274,9 +279,7 @@ class DatagramTransport(Transport):
         self._check_open()
         self.setup()
         peers = {
-            rank: DatagramInfo.decode(data)
-            for rank, data in infos.items()
-            if rank not in self._connected
+            rank: self._decode(data) for rank, data in infos.items() if rank not in self._connected
         }
         if self.rank in peers:
             raise ValueError(f"cannot connect rank {self.rank} to itself")
@@ -293,7 +296,11 @@ class DatagramTransport(Transport):
         self._paths |= {c.peer: c.paths for c in connections}
         return {rank: self._connected[rank] for rank in infos}
 
-    def _wait_reached(self, peers: Mapping[int, DatagramInfo], deadline: Deadline) -> None:
+    def _decode(self, data: bytes) -> Any:
+        """Return a peer's description; it has the attributes that ``_connection`` uses."""
+        return DatagramInfo.decode(data)
+
+    def _wait_reached(self, peers: Mapping[int, Any], deadline: Deadline) -> None:
         """Wait until each peer has acknowledged a packet."""
         next_check = clock.monotonic() + CHECK_INTERVAL_S
         while missing := [peer for peer in peers if not self._proxy.reached(peer)]:
@@ -301,18 +308,35 @@ class DatagramTransport(Transport):
                 self._check()
                 next_check = clock.monotonic() + CHECK_INTERVAL_S
             if not deadline.left:
-                at = ", ".join(f"{s.host}:{s.port}" for s in peers[missing[0]].sockets)
                 ranks = ", ".join(map(str, missing))
                 raise BootstrapError(
-                    f"cannot connect rank {self.rank} over UDP: no answer from rank(s) {ranks}",
+                    f"cannot connect rank {self.rank} over {self.network}: no answer from "
+                    f"rank(s) {ranks}",
                     rank=self.rank,
                     peer=missing[0],
-                    hint=f"rank {missing[0]} receives at {at}; a firewall may drop UDP: "
-                    "MIRACCL_NET_PORT_RANGE fixes the ports, MIRACCL_NET=tcp needs none",
+                    hint=self._advice(missing[0], peers[missing[0]]),
                 )
             clock.sleep(POLL_INTERVAL_S)
 
-    def _connection(self, peer: int, info: DatagramInfo) -> DatagramConnection:
+    def _advice(self, peer: int, info: Any) -> str:
+        """Return where a peer that did not answer receives, and what may drop packets."""
+        at = ", ".join(f"{s.host}:{s.port}" for s in info.sockets)
+        return (
+            f"rank {peer} receives at {at}; a firewall may drop UDP: MIRACCL_NET_PORT_RANGE fixes "
+            "the ports, MIRACCL_NET=tcp needs none"
+        )
+
+    def _connection(self, peer: int, info: Any) -> DatagramConnection:
+        own = self._info
+        assert own is not None
+        self._check_protection(peer, info)
+        return DatagramConnection(
+            streams=self._sockets,
+            paths=paths_between(own.sockets, info.sockets, first=self.rank < peer),
+            **self._shared_fields(peer, info, CAPABILITIES),
+        )
+
+    def _check_protection(self, peer: int, info: Any) -> None:
         own = self._info
         assert own is not None
         if info.protection != own.protection:
@@ -321,29 +345,36 @@ class DatagramTransport(Transport):
                 f"{self.rank}, {info.protection} on rank {peer}",
                 hint="give all ranks the same MIRACCL_UDP_PROTECTION",
             )
+
+    def _shared_fields(self, peer: int, info: Any, capabilities: Capability) -> dict[str, Any]:
+        """Return the fields of a connection that do not depend on the network."""
+        own = self._info
+        assert own is not None
         send, recv = FifoMemory(self._slot_bytes), FifoMemory(self._slot_bytes)
         shared: dict[str, Any] = {
-            "capabilities": CAPABILITIES,
+            "capabilities": capabilities,
             "doorbell": self._proxy.doorbell,
             "asleep": self._proxy.asleep,
         }
-        return DatagramConnection(
-            peer=peer,
-            streams=self._sockets,
-            pair=FifoPair(
+        return {
+            "peer": peer,
+            "pair": FifoPair(
                 send=Fifo.from_address(send.address, self._slot_bytes, **shared),
                 recv=Fifo.from_address(recv.address, self._slot_bytes, **shared),
                 readable=True,
                 memory=(send, recv),
             ),
-            peer_slot_bytes=info.slot_bytes,
-            paths=paths_between(own.sockets, info.sockets, first=self.rank < peer),
-            connection=(own.connection + peer) & 0xFFFFFFFF,
-            peer_connection=(info.connection + self.rank) & 0xFFFFFFFF,
-            send_key=derive_key(self._secret, self._job, self.rank, peer, (own.nonce, info.nonce)),
-            recv_key=derive_key(self._secret, self._job, peer, self.rank, (info.nonce, own.nonce)),
-            options=self._options,
-        )
+            "peer_slot_bytes": info.slot_bytes,
+            "connection": (own.connection + peer) & 0xFFFFFFFF,
+            "peer_connection": (info.connection + self.rank) & 0xFFFFFFFF,
+            "send_key": derive_key(
+                self._secret, self._job, self.rank, peer, (own.nonce, info.nonce)
+            ),
+            "recv_key": derive_key(
+                self._secret, self._job, peer, self.rank, (info.nonce, own.nonce)
+            ),
+            "options": self._options,
+        }
 
     def paths(self) -> Sequence[PathStatus]:
         return () if self._closed else self._proxy.paths()
@@ -377,7 +408,7 @@ class DatagramTransport(Transport):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise CommunicatorClosed("the UDP transport is closed", rank=self.rank)
+            raise CommunicatorClosed(f"the {self.network} transport is closed", rank=self.rank)
 
 
 def _set_receive_options(sock: socket.socket) -> None:

@@ -31,6 +31,7 @@ from miraccl.transport.fifo import (
     fifo_bytes,
     slot_bytes_for,
 )
+from miraccl.transport.verbs_address import choose_address
 from miraccl.transport.verbs_device import (
     ACCESS_LOCAL,
     ACCESS_REMOTE,
@@ -41,7 +42,7 @@ from miraccl.transport.verbs_device import (
     device_counts,
 )
 from miraccl.transport.verbs_info import PeerInfo, PortInfo, VerbsInfo
-from miraccl.wire.verbs.gids import GidWish, choose_gids
+from miraccl.wire.verbs.gids import GidWish
 from miraccl.wire.verbs.policy import SPLIT
 from miraccl.wire.verbs.rows import MAX_DEVICES, MAX_STREAMS, NROWS, ROW_BYTES
 
@@ -340,7 +341,7 @@ class VerbsTransport(Transport):
         for i, (qp, (number, psn)) in enumerate(zip(conn.qps, remote.qps, strict=True)):
             device = i % len(info.ports)
             port = info.ports[device]
-            gid, index, how = self._choose_gid(rank, qp.device, port)
+            found = choose_address(self.rank, rank, qp.device, port, self.options.gid)
             conn.ends.append(
                 PeerQp(
                     device=device,
@@ -348,32 +349,11 @@ class VerbsTransport(Transport):
                     psn=psn,
                     lid=port.lid,
                     mtu=port.mtu,
-                    gid=gid,
-                    gid_index=index,
+                    gid=found.gid,
+                    gid_index=found.gid_index,
                 )
             )
-            conn.edges.append(f"{qp.device.name} to {port.name} of rank {rank} ({how})")
-
-    def _choose_gid(self, rank: int, device: VerbsDevice, port: PortInfo) -> tuple[bytes, int, str]:
-        """Return the peer's address, the own entry to send from, and the reason."""
-        own, wish = tuple(device.gids()), self.options.gid
-        first = self.rank < rank  # both sides compare the tables in the same order
-        lower, higher = (own, port.gids) if first else (port.gids, own)
-        choice = choose_gids(lower, higher, wish)
-        if choice.pair is None:
-            if device.port.kind == port.kind == "ib":
-                return b"", 0, "InfiniBand"
-            raise SystemFailure(
-                f"cannot connect {device.name} to {port.name} of rank {rank}: {choice.reason}",
-                rank=self.rank,
-                peer=rank,
-                hint="MIRACCL_IB_GID_INDEX, MIRACCL_IB_ADDR_FAMILY and "
-                "MIRACCL_IB_ROCE_VERSION_NUM restrict addresses",
-            )
-        here, there = choice.pair if first else choice.pair[::-1]
-        if here.type == "ib" and here.raw[:8] == there.raw[:8]:
-            return b"", 0, choice.reason  # one subnet: no global route header
-        return there.raw, here.index, choice.reason
+            conn.edges.append(f"{qp.device.name} to {port.name} of rank {rank} ({found.reason})")
 
     def _await(self, rank: int, deadline: Deadline) -> None:
         """Wait until a queue pair to a peer works."""

@@ -153,7 +153,14 @@ class VerbsDevice:
 
     def register(self, address: int, nbytes: int, access: int) -> tuple[int, int]:
         """Register memory until the device is closed; return its local and its remote key."""
-        mr = self.library.make(
+        mr = self.make_registration(address, nbytes, access)
+        keys = word32(mr + abi.MR_LKEY), word32(mr + abi.MR_RKEY)
+        self.regions[address, access] = mr
+        return keys
+
+    def make_registration(self, address: int, nbytes: int, access: int) -> int:
+        """Register memory; return the ``ibv_mr``, which the caller ends by ``ibv_dereg_mr``."""
+        return self.library.make(
             f"a registration of {nbytes} bytes on {self.hca.name}",
             "ibv_reg_mr",
             self.pd,
@@ -161,9 +168,6 @@ class VerbsDevice:
             nbytes,
             access | self.extra_access,
         )
-        keys = word32(mr + abi.MR_LKEY), word32(mr + abi.MR_RKEY)
-        self.regions[address, access] = mr
-        return keys
 
     def accepts_relaxed_ordering(self) -> bool:
         """Return True if a page can be registered with relaxed ordering."""
@@ -240,6 +244,18 @@ class PeerQp:
     gid_index: int
 
 
+def address_vector(device: VerbsDevice, settings: QpSettings, peer: PeerQp) -> Any:
+    """Return the ``ibv_ah_attr`` of a peer's port."""
+    ah = abi.Ah(dlid=peer.lid, sl=settings.service_level)
+    ah.port_num = device.port.number
+    if peer.gid:
+        ah.is_global = 1
+        ctypes.memmove(ctypes.addressof(ah), peer.gid, 16)
+        ah.grh.sgid_index, ah.grh.hop_limit = peer.gid_index, 255
+        ah.grh.traffic_class = settings.traffic_class
+    return ah
+
+
 @dataclass(eq=False)
 class QueuePair:
     """Reliable connected queue pair of a device."""
@@ -252,6 +268,7 @@ class QueuePair:
     pointer: int = 0
     psn: int = 0
     inline: bool = False
+    access: int = ACCESS_REMOTE
 
     def create(self) -> None:
         """Create it in state INIT. Rows are written inline if the device can."""
@@ -303,20 +320,14 @@ class QueuePair:
             qp_state=abi.QPS_INIT,
             port_num=self.device.port.number,
             pkey_index=self.settings.pkey_index,
-            access=ACCESS_REMOTE,
+            access=self.access,
         )
         mask = abi.ATTR_STATE | abi.ATTR_PKEY | abi.ATTR_PORT | abi.ATTR_ACCESS
         self._modify("INIT", attributes, mask)
 
     def connect(self, peer: PeerQp) -> None:
         """Move it to RTR and RTS. Receives must be posted."""
-        ah = abi.Ah(dlid=peer.lid, sl=self.settings.service_level)
-        ah.port_num = self.device.port.number
-        if peer.gid:
-            ah.is_global = 1
-            ctypes.memmove(ctypes.addressof(ah), peer.gid, 16)
-            ah.grh.sgid_index, ah.grh.hop_limit = peer.gid_index, 255
-            ah.grh.traffic_class = self.settings.traffic_class
+        ah = address_vector(self.device, self.settings, peer)
         ready = abi.QpAttr(
             qp_state=abi.QPS_RTR,
             path_mtu=min(self.device.mtu, peer.mtu),

@@ -57,10 +57,7 @@ class VerbsInfo:
     peers: Mapping[int, PeerInfo]
 
     def encode(self) -> bytes:
-        ports = [
-            asdict(port) | {"gids": [[g.index, g.raw.hex(), g.type, g.prefix] for g in port.gids]}
-            for port in self.ports
-        ]
+        ports = [write_port(port) for port in self.ports]
         peers = {str(rank): asdict(peer) for rank, peer in self.peers.items()}
         record = {
             "version": VERSION,
@@ -79,7 +76,7 @@ class VerbsInfo:
                 raise ValueError(f"version {record['version']} instead of {VERSION}")
             info = cls(
                 slot_bytes=check_slot_bytes(int(record["slot_bytes"])),
-                ports=tuple(_port(each) for each in record["ports"]),
+                ports=tuple(read_port(each) for each in record["ports"]),
                 peers={int(rank): _peer(each) for rank, each in record["peers"].items()},
             )
             _check(info)
@@ -88,7 +85,13 @@ class VerbsInfo:
         return info
 
 
-def _port(record: Mapping[str, Any]) -> PortInfo:
+def write_port(port: PortInfo) -> dict[str, Any]:
+    """Return a port as JSON has it."""
+    return asdict(port) | {"gids": [[g.index, g.raw.hex(), g.type, g.prefix] for g in port.gids]}
+
+
+def read_port(record: Mapping[str, Any]) -> PortInfo:
+    """Return the port of ``write_port``. Raises ``ValueError``, ``TypeError``, ``LookupError``."""
     gids = tuple(
         PortGid(index=int(index), raw=bytes.fromhex(raw), type=str(kind), prefix=int(prefix))
         for index, raw, kind, prefix in record["gids"]

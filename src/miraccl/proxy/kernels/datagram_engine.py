@@ -26,6 +26,7 @@ from miraccl.proxy.kernels.datagram_io import (
     build,
     flush,
     now_ns,
+    receive_queues,
     receive_sockets,
     send_flow,
 )
@@ -36,6 +37,14 @@ from miraccl.proxy.kernels.flow_send import flow_timer
 from miraccl.proxy.kernels.link import advance, all_closed
 from miraccl.proxy.kernels.link_io import scan
 from miraccl.proxy.kernels.link_send import alive, on_written, stream_of
+from miraccl.proxy.kernels.packet_queues import (
+    arm,
+    device_at,
+    drain_channel,
+    failures,
+    post_receive,
+    reap_sends,
+)
 from miraccl.proxy.kernels.progress_engine import (
     DOORBELL_DATA,
     EVENT_BYTES,
@@ -54,6 +63,8 @@ SYS_EPOLL_PWAIT2 = 441
 CLOSE_TIMEOUTS = 3
 #: Copies of the last acknowledgements, which nothing can ask for again.
 LAST_COPIES = 3
+#: epoll data of the completion channel of device 0; sockets have their index.
+QUEUE_DATA = 1 << 16
 
 
 @inline
@@ -77,6 +88,8 @@ def poll(engine: int, port: int, nanoseconds: int) -> int:
         if data == DOORBELL_DATA:
             word = engine + layout.ENGINE_WORD
             syscall(SYS_READ, load(engine + layout.ENGINE_DOORBELL), word, 8, 0, 0, 0)
+        elif data >= QUEUE_DATA:
+            drain_channel(device_at(load(port + flow_layout.PORT_QUEUES), data - QUEUE_DATA))
         else:
             socket = port + flow_layout.PORT_SOCKETS + data * flow_layout.SOCKET_BYTES
             store(socket + flow_layout.SOCKET_READABLE, 1)
@@ -154,16 +167,44 @@ def advance_links(engine: int, port: int) -> bool:
     return busy
 
 
+@inline
+def queues_failed(port: int) -> bool:
+    """Return True if a queue pair has failed since Python has looked."""
+    table = load(port + flow_layout.PORT_QUEUES)
+    return table != 0 and failures(table) != 0
+
+
+def post_receives(pair: int, count: int) -> int:
+    """Post the first ``count`` receive buffers of a queue pair; return 0 or an errno."""
+    code = 0
+    for slot in range(count):
+        if code == 0:
+            code = post_receive(pair, slot)
+    return code
+
+
+def drain_queues(port: int, unused: int) -> int:
+    """Process all completions that wait."""
+    while receive_queues(port):
+        pause()
+    table = load(port + flow_layout.PORT_QUEUES)
+    for index in range(load(table)):
+        reap_sends(device_at(table, index))
+    return 0
+
+
 def run(engine: int, unused: int) -> int:
     """Advance all links until Python is needed."""
     port, idle_since = load(engine + layout.ENGINE_PORT), 0
     while True:
         store(engine + layout.ENGINE_ROUNDS, load(engine + layout.ENGINE_ROUNDS) + 1)
         busy = receive_sockets(port)
+        if receive_queues(port):
+            busy = True
         if advance_links(engine, port):
             busy = True
         wake_executor(engine)
-        if needs_python(engine):
+        if needs_python(engine) or queues_failed(port):
             return 0
         if busy or poll(engine, port, 0) > 0:
             idle_since = 0
@@ -191,6 +232,10 @@ def sleep(engine: int, port: int) -> None:
         link = link_at(engine, i)
         if link != 0 and scan(link):
             found = True
+    if load(port + flow_layout.PORT_QUEUES) != 0:
+        arm(load(port + flow_layout.PORT_QUEUES))
+        if receive_queues(port):  # what came before they were armed
+            found = True
     if not found:
         timeout = next_timer(engine, now_ns(port))
         if timeout != 0:
@@ -216,7 +261,13 @@ def abort_flow(flow: int, text: int, length: int) -> int:
     return 0
 
 
-EXPORTS: dict[str, Any] = {"run": run, "close_link": close_link, "abort_flow": abort_flow}
+EXPORTS: dict[str, Any] = {
+    "run": run,
+    "close_link": close_link,
+    "abort_flow": abort_flow,
+    "post_receives": post_receives,
+    "drain_queues": drain_queues,
+}
 for _name, _controller in CONTROLLERS.items():
     EXPORTS[f"{_name}_acked"] = _controller.acked
     EXPORTS[f"{_name}_lost"] = _controller.lost

@@ -1,4 +1,4 @@
-"""Kernel source: packets of flows on UDP sockets.
+"""Kernel source: packets of flows on UDP sockets or unreliable queue pairs.
 
 Sending: packets of equal size on one path become one ``sendmsg`` with UDP_SEGMENT, whose iovecs
 point at headers and tags in scratch memory and at payload in the executor's memory.  Receiving: one
@@ -26,11 +26,19 @@ from miraccl.native.intrinsics import (
     syscall,
 )
 from miraccl.proxy.kernels import flow_layout as layout
-from miraccl.proxy.kernels import link_layout
+from miraccl.proxy.kernels import link_layout, queue_layout
 from miraccl.proxy.kernels.flow_path import path_of, shrink
 from miraccl.proxy.kernels.flow_receive import KIND_DATA, KIND_HEADED, note_change, receive
 from miraccl.proxy.kernels.flow_send import FRAME_BYTES, head_of, next_packet
 from miraccl.proxy.kernels.link_io import EINTR, SYS_RECVMSG, SYS_SENDMSG, last_errno
+from miraccl.proxy.kernels.packet_queues import (
+    device_at,
+    poll_cq,
+    post_packet,
+    received_bytes,
+    received_packet,
+    repost,
+)
 from miraccl.wire.datagram.packets import DATA_BYTES, HEADER_BYTES, TAG_BYTES, VERSION
 
 SYS_PPOLL = 73 if platform.machine() == "aarch64" else 271
@@ -58,6 +66,8 @@ COPY_BYTES = 256
 SEND_WAIT_NS = 2_000_000
 #: Calls per socket and packets per flow in one round.
 RECEIVES_PER_ROUND, PACKETS_PER_ROUND = 4, 128
+#: Polls per device, of 16 packets each, in one round.
+POLLS_PER_ROUND = 4
 
 
 @inline
@@ -253,11 +263,13 @@ def flush(port: int, flow: int, index: int) -> None:
     path = path_of(flow, index)
     size = load(group + layout.GROUP_SIZE)
     errno = 0
-    if count > 1:
+    if load(path + layout.PATH_PAIR) != 0:
+        errno = post_group(port, path, index)
+    elif count > 1:
         errno = send_vectors(port, path, index, 0, load(group + layout.GROUP_VECTORS), size)
         if errno == EIO or errno == EINVAL:  # this interface refuses UDP_SEGMENT, for good
             store(path + layout.PATH_NO_GSO, 1)
-    if count == 1 or errno == EIO or errno == EINVAL:
+    if load(path + layout.PATH_PAIR) == 0 and (count == 1 or errno == EIO or errno == EINVAL):
         for i in range(count):
             first = load(group + layout.GROUP_FIRST + 8 * i)
             stop = load(group + layout.GROUP_VECTORS)
@@ -275,6 +287,23 @@ def flush(port: int, flow: int, index: int) -> None:
         store(path + layout.PATH_LAST_ERRNO, errno)
     for offset in range(0, layout.GROUP_FIRST, 8):
         store(group + offset, 0)
+
+
+@inline
+def post_group(port: int, path: int, index: int) -> int:
+    """Post the packets of a path's group on its queue pair; return 0 or an errno."""
+    group, vectors = group_of(port, index), vectors_of(port, index)
+    count, errno = load(group + layout.GROUP_COUNT), 0
+    for i in range(count):
+        first = load(group + layout.GROUP_FIRST + 8 * i)
+        stop = load(group + layout.GROUP_VECTORS)
+        if i + 1 < count:
+            stop = load(group + layout.GROUP_FIRST + 8 * (i + 1))
+        pair, address = load(path + layout.PATH_PAIR), path + layout.PATH_ADDRESS
+        code = post_packet(pair, address, vectors, first, stop)
+        if code != 0:
+            errno = code
+    return errno
 
 
 @inline
@@ -517,4 +546,27 @@ def receive_sockets(port: int) -> bool:
             if receive_once(port, index):
                 found = True
             calls += 1
+    return found
+
+
+@inline
+def receive_queues(port: int) -> bool:
+    """Receive from all queue pairs; return True if anything came."""
+    table, found = load(port + layout.PORT_QUEUES), False
+    if table == 0:
+        return False
+    for index in range(load(table + queue_layout.TABLE_COUNT)):
+        device = device_at(table, index)
+        polls = 0
+        while polls < POLLS_PER_ROUND:
+            count = poll_cq(device, load(device + queue_layout.DEVICE_RECV_CQ))
+            polls = polls + 1 if count == queue_layout.MAX_WC else POLLS_PER_ROUND
+            now = now_ns(port)
+            for i in range(count):
+                found = True
+                wc = device + queue_layout.DEVICE_WC + i * queue_layout.WC_BYTES
+                packet = received_packet(wc)
+                if packet != 0:
+                    on_datagram(port, packet, received_bytes(wc), 0, now)
+                    repost(wc)
     return found

@@ -73,7 +73,8 @@ PATH_RECEIVED_PACKETS, PATH_RECEIVED_BYTES, PATH_SENT_BYTES = 544, 552, 560
 PATH_SEND_ERRORS, PATH_LAST_ERRNO = 568, 576
 PATH_ADJUSTED = 592
 PATH_FULL_MTU, PATH_MTU_PROBE_AT, PATH_MTU_PROBE_INTERVAL = 584, 600, 608
-PATH_NUMBERS = 616
+PATH_PAIR = 616  # address of the queue pair that carries the path, 0: a socket
+PATH_NUMBERS = 624
 PATH_SENT = (PATH_NUMBERS + NUMBER_RANGES_BYTES + 63) // 64 * 64
 SENT_STATE, SENT_NUMBER, SENT_TIME, SENT_SIZE = 0, 8, 16, 24
 FREE, IN_FLIGHT, LOST = 0, 1, 2
@@ -111,6 +112,7 @@ PORT_HASH, PORT_HASH_MASK = 56, 64  # table of (connection, flow), entries - 1
 PORT_PROTECTION = 72
 PROTECT_NONE, PROTECT_MAC, PROTECT_AEAD = 0, 1, 2
 PORT_STRANGERS = 80  # packets without a valid tag
+PORT_QUEUES = 88  # table of devices with queue pairs (``queue_layout``), 0: none
 PORT_SENDS, PORT_RECEIVES = 96, 104  # system calls
 PORT_DROPPED = 112  # packets that the kernel did not take
 #: Functions of libcrypto: encrypt init, update, final; decrypt init, update, final; ctrl.

@@ -28,6 +28,7 @@ from miraccl.transport.base import OnLost, Wake
 from miraccl.transport.fifo import PAGE_BYTES, PrivateMemory, memory_at, native_atomics
 from miraccl.transport.verbs import VerbsConnection
 from miraccl.transport.verbs_device import ACCESS_REMOTE, VerbsDevice
+from miraccl.transport.verbs_registrations import Registration, RegistrationCache
 from miraccl.wire.proxy_records import CLOSED_WITHOUT_CLOSE_FRAME, Loss, LossKind
 from miraccl.wire.stream import MAX_TEXT_BYTES, Frame, FrameType, encode_frame
 from miraccl.wire.verbs.failover import NEVER
@@ -102,6 +103,10 @@ class VerbsEngine:
         self._connections: dict[int, EngineConnection] = {}
         self._devices: list[VerbsDevice] = []
         self._failures: dict[int, str] = {}
+        self._regions = RegistrationCache(
+            self._register_region, self._deregister_region, max_entries=layout.MAX_REGIONS
+        )
+        self._owned: dict[int, list[Registration]] = {}
         self._closers: list[_Closer] = []
         self._commands = CommandQueue("the verbs engine", rank)
         self._memory = PrivateMemory(layout.VERBS_ENGINE_BYTES + PAGE_BYTES)
@@ -387,31 +392,47 @@ class VerbsEngine:
         self._set(layout.ENGINE_NDEVICES, len(devices))
 
     def _add_region(self, address: int, nbytes: int) -> None:
-        number = self._get(layout.ENGINE_NREGIONS)
-        if number >= layout.MAX_REGIONS:
-            return  # its messages are registered one by one
-        start = layout.ENGINE_REGIONS + number * layout.REGION_BYTES
-        for device_number, device in enumerate(self._devices):
-            lkey, rkey = device.register(address, nbytes, ACCESS_REMOTE)
-            place = start + layout.REGION_KEYS + 8 * device_number
-            self._set(place, (lkey | rkey << 32) - (1 << 64 if rkey >> 31 else 0))
-        self._set(start + layout.REGION_START, address)
-        self._set(start + layout.REGION_END, address + nbytes)
-        self._set(layout.ENGINE_NREGIONS, number + 1)
+        # Without room for one more, the messages of the range are registered one by one.
+        region = self._regions.acquire(address, nbytes)
+        if region is not None:
+            self._owned.setdefault(address, []).append(region)
+        self._write_regions()
 
     def _remove_region(self, address: int) -> None:
-        count = self._get(layout.ENGINE_NREGIONS)
-        for number in range(count):
+        for region in self._owned.pop(address, []):
+            self._regions.release(region)
+            self._regions.invalidate(region.address, region.nbytes)
+        self._write_regions()
+
+    def _register_region(self, address: int, nbytes: int) -> list[tuple[VerbsDevice, int, int]]:
+        """Register a range on all devices, or on none; return (device, mr, keys) of each."""
+        made: list[tuple[VerbsDevice, int, int]] = []
+        try:
+            for device in self._devices:
+                mr = device.make_registration(address, nbytes, ACCESS_REMOTE)
+                lkey, rkey = abi.word32(mr + abi.MR_LKEY), abi.word32(mr + abi.MR_RKEY)
+                keys = (lkey | rkey << 32) - (1 << 64 if rkey >> 31 else 0)
+                made.append((device, mr, keys))
+        except BaseException:
+            self._deregister_region(made)
+            raise
+        return made
+
+    @staticmethod
+    def _deregister_region(made: list[tuple[VerbsDevice, int, int]]) -> None:
+        for device, mr, _ in made:
+            device.library.call("ibv_dereg_mr", mr)
+
+    def _write_regions(self) -> None:
+        """Write the table in which compiled code finds the keys of a payload."""
+        valid = [region for region in self._regions if region.valid]
+        for number, region in enumerate(valid):
             start = layout.ENGINE_REGIONS + number * layout.REGION_BYTES
-            if self._get(start + layout.REGION_START) == address:
-                last = self._memory.address + layout.ENGINE_REGIONS
-                last += (count - 1) * layout.REGION_BYTES
-                data = bytes(memory_at(last, layout.REGION_BYTES))
-                memory_at(self._memory.address + start, layout.REGION_BYTES)[:] = data
-                self._set(layout.ENGINE_NREGIONS, count - 1)
-                for device in self._devices:
-                    device.deregister(address, ACCESS_REMOTE)
-                return
+            self._set(start + layout.REGION_START, region.address)
+            self._set(start + layout.REGION_END, region.end)
+            for index, (_, _, keys) in enumerate(region.handle):
+                self._set(start + layout.REGION_KEYS + 8 * index, keys)
+        self._set(layout.ENGINE_NREGIONS, len(valid))
 
     def _attach(self, connections: Sequence[VerbsConnection]) -> None:
         for conn in connections:
@@ -464,6 +485,8 @@ class VerbsEngine:
 
     def _stop(self) -> None:
         self._remove(list(self._connections))
+        self._regions.clear()
+        self._write_regions()
         self._stopping = True
 
     def _get(self, offset: int) -> int:
