@@ -202,3 +202,17 @@ def test_paths_are_reported(make):
     assert len(paths) == 4
     assert {path.transport for path in paths} == {"verbs"}
     assert "packets of" in world.transports[0].describe(1)
+
+
+def test_silent_peer_shows_in_the_paths(make):
+    """The deadline of the operation ends it; until then every path says that nothing answers."""
+    world = make()
+    transfer(world, 1 << 16)
+    world.verbs.wire.port_down("sim1", quietly=True)
+    memory = PrivateMemory(1 << 16)
+    assert world.only_way(0, 1).send.post_address(memory.address, 1 << 16, signature=0)
+    world.wait(
+        lambda: all(path.state != "OPEN" for path in world.transports[0].paths()),
+        "a path counts as open",
+    )
+    assert not world.losses[0]
