@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -62,6 +62,14 @@ def _rebuild(cls: type[MiracclError], message: str, state: dict[str, Any]) -> Mi
     Exception.__init__(error, message)
     error.__dict__.update(state)
     return error
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str | None:
+    """Return a hint with the known name closest to a misspelt one, None if none is close."""
+    import difflib  # used for errors only
+
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {close[0]!r}?" if close else None
 
 
 class InvalidUsage(MiracclError, ValueError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from miraccl.errors import InvalidUsage
+from miraccl.errors import InvalidUsage, did_you_mean
 
 T = TypeVar("T")
 
@@ -32,7 +32,10 @@ class Registry(Generic[T]):
             return self._entries[name]
         except KeyError:
             known = ", ".join(sorted(self._entries))
-            raise InvalidUsage(f"unknown {self.kind} {name!r}; known are: {known}") from None
+            raise InvalidUsage(
+                f"unknown {self.kind} {name!r}; known are: {known}",
+                hint=did_you_mean(name, self._entries),
+            ) from None
 
     def names(self) -> list[str]:
         return sorted(self._entries)

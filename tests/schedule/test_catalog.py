@@ -57,7 +57,10 @@ def test_names_match_files():
 
 
 def test_unsupported():
-    with pytest.raises(InvalidUsage, match=r"unknown algorithm 'rnig'; known are: .*ring"):
+    with pytest.raises(
+        InvalidUsage,
+        match=r"unknown algorithm 'rnig'; known are: .*ring.* \(did you mean 'ring'\?\)",
+    ):
         catalog.get("rnig")
     with pytest.raises(
         InvalidUsage, match=r"'ring' has no broadcast over 3 ranks \(available: chain, .*one_shot\)"

@@ -97,6 +97,9 @@ def test_misspelt_commands_get_suggestions() -> None:
     assert "did you mean 'perf'" in message(invoke("pref"))
     assert "known commands:" in message(invoke("xyzzy"))
     assert "did you mean 'show'" in message(invoke("schedule", "shwo"))
+    assert "Did you mean '--explain'" in message(invoke("plan", "--explian"))
+    assert "did you mean 'all_reduce'" in message(invoke("perf", "all_redcue"))
+    assert "did you mean '--nproc'" in str(invoke("run", "--nporc", "2", "x.py").exception)
     assert "check, detect, diff, dump, show" in message(invoke("topo", "xyzzy"))
 
 

@@ -86,7 +86,7 @@ def test_a_ring_is_one_row_of_relative_numbers(nranks: int) -> None:
     assert f"ranks 0–{nranks - 1}" in shown
     assert "from r−1, to r+1" in shown
     assert "in[r−1]" in shown
-    assert f"⋯ {nranks - 4} more" in shown
+    assert f"{nranks - 4} more" in shown
     assert size(svg)[0] < 1500
     assert any(text.startswith("r is the number of the rank itself") for text in shown)
 
@@ -95,7 +95,7 @@ def test_exclusive_or_and_pairs_are_recognised() -> None:
     assert "from r^1" in " ".join(texts(draw_svg(build("recursive_doubling", 16))))
     pairwise = draw_svg(build("pairwise", 64, "all_to_all"))
     assert len(steps(pairwise)) == 5  # copy, the first and the last pair
-    assert "⋯ 122 more" in texts(pairwise)
+    assert "122 more" in texts(pairwise)
 
 
 def test_a_chain_folds_its_inner_ranks() -> None:

@@ -89,6 +89,16 @@ def rejected_arguments(path: str) -> None:
             group.broadcast([torch.ones(1)], options)
         with refused("got 1 outputs for 2 inputs"):
             dist.all_gather_coalesced([[torch.ones(1)] for _ in range(nranks)], two)
+        if nranks > 1:  # wrong on one rank: refused on all, at the call or in wait()
+            sizes = [1 if rank == 1 else 2] * nranks
+            for asynchronous in (False, True):
+                outs = [[torch.zeros(size)] for size in sizes]
+                with refused("rank 1: all_gather_coalesced: output 0 has 1", "input 0 has 2"):
+                    work = dist.all_gather_coalesced(outs, [torch.ones(2)], None, asynchronous)
+                    work.wait()
+            outs = [[torch.zeros(2)] for _ in range(nranks)]
+            dist.all_gather_coalesced(outs, [torch.full((2,), float(rank))])
+            assert [out.tolist() for (out,) in outs] == [[float(r)] * 2 for r in range(nranks)]
         for rooted in (group.broadcast, group.reduce):  # at the call: these do not wait
             with refused(f"root is {nranks}", f"0 to {nranks - 1}"):
                 rooted(torch.ones(1), root=nranks)

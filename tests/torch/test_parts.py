@@ -559,6 +559,32 @@ def test_every_call_takes_the_streams(group: Any) -> None:
     assert group._get_sequence_number_for_group() == 5 * len(calls)
 
 
+def test_ordinary_tensors_are_arrays_at_once() -> None:
+    """Every other layout is left to ``stage``, whose values must be those of the tensor."""
+    x, pairs = torch.arange(6.0), torch.tensor([1 + 2j, 3 - 4j])
+    for tensor in (x, x[2:4], torch.ones(3, requires_grad=True), x.bfloat16()):
+        array = tensors.plain_cpu_array(tensor)
+        assert array.ctypes.data == tensor.data_ptr()
+        assert array.tolist() == tensor.tolist()
+    with torch.inference_mode():
+        assert tensors.plain_cpu_array(torch.ones(2)).tolist() == [1, 1]
+    lazy = torch._neg_view(x)
+    assert lazy.is_contiguous()
+    assert tensors.stage(lazy, "test").temporary is not None
+    others = [lazy, pairs, torch.conj(pairs), x[::2], x.bool(), x.short(), torch.nn.Parameter(x)]
+    others += [x.to_sparse(), torch.ones(2, device="meta")]
+    assert [tensors.plain_cpu_array(tensor) for tensor in others] == [None] * len(others)
+
+
+def test_an_asynchronous_sum_of_an_ordinary_tensor(group: Any) -> None:
+    options = dist.AllreduceOptions()
+    options.asyncOp = True
+    works = [group.allreduce([torch.full((3,), float(i))], options) for i in range(4)]
+    assert all(type(work) is Work for work in works)
+    values = [work.get_future().wait()[0].tolist() for work in works]
+    assert values == [[float(i)] * 3 for i in range(4)]
+
+
 class _RecordingComm:
     """A communicator that records its calls."""
 
@@ -581,6 +607,7 @@ def test_only_common_calls_take_the_fast_path(group: Any, monkeypatch: pytest.Mo
         )
 
     monkeypatch.setattr(fast_path, "is_plain_gpu_tensor", ordinary)
+    monkeypatch.setattr(fast_path, "plain_cpu_array", lambda tensor: None)
     monkeypatch.setattr(group, "_start", lambda *_, **_named: "staged")
     real, recorded = group.communicator, _RecordingComm()
     monkeypatch.setattr(group, "communicator", recorded)

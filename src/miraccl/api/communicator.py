@@ -23,7 +23,7 @@ from miraccl.runtime.aggregation import Aggregation, serve
 from miraccl.runtime.control import FINALIZE
 from miraccl.runtime.core import CommunicatorCore
 from miraccl.runtime.gpu.launch_order import LaunchOrders, thread_launch_orders
-from miraccl.runtime.options import CommunicatorOptions, Options
+from miraccl.runtime.options import CommunicatorOptions, Options, shows_options
 from miraccl.runtime.rendezvous import join_by_id, start_deadline
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.runtime.shrink import shrink
@@ -86,6 +86,7 @@ class Communicator(
             (MIRACCL_BOOTSTRAP_TIMEOUT, 60 s).
     """
 
+    @shows_options
     def __init__(
         self,
         nranks: int,

@@ -13,13 +13,14 @@ from miraccl.bootstrap.join import connect
 from miraccl.bootstrap.launch import detect_launch, join_launch
 from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.errors import BootstrapError, InvalidUsage
-from miraccl.runtime.options import CommunicatorOptions, Options
+from miraccl.runtime.options import CommunicatorOptions, Options, shows_options
 from miraccl.runtime.rendezvous import start_deadline
 from miraccl.runtime.setup_phases import SetupPhases
 
 _FAILED = "failed: "
 
 
+@shows_options
 def init(mpi: Any = None, /, **options: Unpack[CommunicatorOptions]) -> Communicator:
     """Create the communicator of all ranks that a launcher started, or of an MPI communicator.
 

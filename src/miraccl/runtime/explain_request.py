@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.errors import InvalidUsage
+from miraccl.errors import InvalidUsage, did_you_mean
 from miraccl.ops.arguments import data_type
 from miraccl.ops.array_errors import MAX_BYTES
 from miraccl.planning.cost_model import default_block_bytes
@@ -19,8 +19,11 @@ def parse_explain_request(
     """Validate the arguments and return (collective, bytes per block, element type)."""
     name = collective.upper() if isinstance(collective, str) else getattr(collective, "name", "")
     if name not in Collective.__members__ or name == "SEND_RECV":
-        known = ", ".join(c.label for c in Collective if c is not Collective.SEND_RECV)
-        raise InvalidUsage(f"unknown collective {collective!r}; known are {known}")
+        known = [c.label for c in Collective if c is not Collective.SEND_RECV]
+        raise InvalidUsage(
+            f"unknown collective {collective!r}; known are {', '.join(known)}",
+            hint=did_you_mean(str(collective), known),
+        )
     if (
         isinstance(nbytes, bool)
         or not isinstance(nbytes, int | np.integer)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
+import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
 import numpy as np
 
 from miraccl import params
-from miraccl.errors import InvalidUsage
+from miraccl.errors import InvalidUsage, did_you_mean
 from miraccl.planning import nccl_hints
 from miraccl.types import Collective
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class CommunicatorOptions(TypedDict, total=False):
@@ -74,10 +77,9 @@ class Options:
         **unknown: Any,
     ) -> Options:
         for name in unknown:
-            close = difflib.get_close_matches(name, _NAMES, n=1)
             raise InvalidUsage(
                 f"unknown option {name!r}; known are {', '.join(_NAMES)}",
-                hint=f"did you mean {close[0]!r}?" if close else None,
+                hint=did_you_mean(name, _NAMES),
             )
         if timeout is not None and (
             isinstance(timeout, bool)
@@ -133,3 +135,23 @@ class Options:
 
 
 _NAMES = tuple(CommunicatorOptions.__annotations__)
+
+
+def shows_options(function: F) -> F:
+    """Decorate a function so that ``help()`` and ``inspect`` name the options it takes.
+
+    Type checkers and editors read ``Unpack[CommunicatorOptions]``.
+    """
+    signature = inspect.signature(function)
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    for name, kind in CommunicatorOptions.__annotations__.items():
+        parameters.append(
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=getattr(kind, "__forward_arg__", kind),
+            )
+        )
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return function

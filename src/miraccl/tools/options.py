@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from miraccl.errors import InvalidUsage
+from miraccl.errors import InvalidUsage, did_you_mean
 from miraccl.params import parse_size
 from miraccl.tools.completion import complete_files
 
@@ -99,6 +98,15 @@ class Finite(click.FloatRange):
         return number
 
 
+class SuggestingChoice(click.Choice[str]):
+    """Choice that suggests the closest allowed value for a misspelt one."""
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        message = super().get_invalid_choice_message(value, ctx).rstrip(".")
+        hint = did_you_mean(str(value), self.choices)
+        return f"{message} ({hint})" if hint else message
+
+
 class OutputFile(click.ParamType[str]):
     """Writable file, or - for standard output; checked before the command does any work."""
 
@@ -131,8 +139,7 @@ class SuggestingGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         known = self.list_commands(ctx)
         if args and args[0] not in known and not args[0].startswith("-"):
-            close = difflib.get_close_matches(args[0], known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known commands: {', '.join(known)}"
+            hint = did_you_mean(args[0], known) or f"known commands: {', '.join(known)}"
             raise click.UsageError(f"unknown command {args[0]!r}; {hint}", ctx)
         return super().resolve_command(ctx, args)
 

@@ -30,7 +30,7 @@ import click
 
 from miraccl import clock
 from miraccl.address_space import require_address_space
-from miraccl.errors import InvalidUsage, SystemFailure, as_system_failure
+from miraccl.errors import InvalidUsage, SystemFailure, as_system_failure, did_you_mean
 from miraccl.tools import launch
 from miraccl.tools.completion import complete_files
 from miraccl.tools.options import Finite
@@ -164,11 +164,11 @@ def build_command(program: str, args: tuple[str, ...], *, as_module: bool) -> li
         return [found, *args]
     if os.path.isfile(program):
         return [sys.executable, program, *args]
-    hint = (
-        "miraccl run --help lists the options; arguments after -- are the program"
-        if program.startswith("-")
-        else None
-    )
+    hint = None
+    if program.startswith("-"):
+        options = [name for option in run.params for name in option.opts]
+        close = did_you_mean(program.partition("=")[0], options)
+        hint = close or "miraccl run --help lists the options; arguments after -- are the program"
     raise InvalidUsage(
         f"cannot run {program!r}: not an option, a Python file or a program on PATH", hint=hint
     )

@@ -20,6 +20,7 @@ from miraccl.tools.options import (
     OutputFile,
     Size,
     Sizes,
+    SuggestingChoice,
     SuggestingGroup,
     read_bytes,
     write_json,
@@ -61,7 +62,7 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "-c",
             "--collective",
-            type=click.Choice(_COLLECTIVES),
+            type=SuggestingChoice(_COLLECTIVES),
             default="all_reduce",
             show_default=True,
             help="Operation.",

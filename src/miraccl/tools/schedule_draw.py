@@ -26,11 +26,12 @@ FOLD_FROM = 9  # ranks from which pictures are folded by default
 
 _CHARACTER = 6.3  # mean width of a character at 11 px
 _BOLD_CHARACTER = 6.95  # that of the bold names of primitives, in DejaVu Sans
-_LINE, _BOX, _LANE, _GAP, _ELLIPSIS = 14, 48, 58, 22, 64
-_TOP, _LEGEND_LINE, _LEGEND_WIDTH = 92, 19, 64  # px, px, characters: the width of a phone
+_LINE, _BOX, _LANE, _GAP, _ELLIPSIS = 14, 48, 58, 20, 70
+_TOP, _LEGEND_LINE, _LEGEND_WIDTH = 92, 19, (56, 110)  # px, px, characters: a phone to a page
+_HEADING = 50  # px above the time axis
 _TEXT, _MUTED, _ARROW = "#111111", "#555555", "#444444"
 #: fill and border by kind: tints on which text of ``_TEXT`` has a contrast of at least 12:1
-_COLORS = {
+COLORS = {
     "send": ("#cfe3f5", "#2f6ea5"),
     "receive": ("#d5f1f0", "#1d7f7c"),
     "copy": ("#e6e6e6", "#6b6b6b"),
@@ -62,14 +63,19 @@ def draw_svg(schedule: Schedule, *, fold: bool | None = None) -> str:
     Args:
         fold: Draw ranks and times that look alike once; None: from ``FOLD_FROM`` ranks.
     """
-    return "\n".join(_Picture(schedule, fold).render()) + "\n"
+    return "\n".join(Picture(schedule, fold).render()) + "\n"
 
 
-class _Picture:
-    """Geometry and parts of one picture."""
+class Picture:
+    """Geometry and parts of one picture.
+
+    Args:
+        fold: As for ``draw_svg``.
+    """
 
     def __init__(self, schedule: Schedule, fold: bool | None) -> None:
         self.schedule = schedule
+        self.title = f"{schedule.name} {schedule.collective.label} over {schedule.nranks} ranks"
         self.timeline = compute_timeline(schedule)
         self.folded = schedule.nranks >= FOLD_FROM if fold is None else fold
         make = folded_layout if self.folded else full_layout
@@ -136,29 +142,44 @@ class _Picture:
     # ---- parts
 
     def render(self) -> Iterator[str]:
-        schedule = self.schedule
+        """Yield the lines of an SVG with heading and legend."""
+        characters = max(_LEGEND_WIDTH[0], int((self.width - 46) / _CHARACTER))
         legend = [
             (kind if number == 0 else "", line)
-            for kind, text in self._legend()
-            for number, line in enumerate(textwrap.wrap(text, _LEGEND_WIDTH))
+            for kind, text in self.legend()
+            for number, line in enumerate(textwrap.wrap(text, min(_LEGEND_WIDTH[1], characters)))
         ]
         height = self.bottom + 30 + _LEGEND_LINE * len(legend)
-        title = f"{schedule.name} {schedule.collective.label} over {schedule.nranks} ranks"
-        texts = [title + " " * 12, self._subtitle(), *(text for _, text in legend)]
+        texts = [self.title + " " * 12, self.subtitle(), *(text for _, text in legend)]
         width = max(self.width, round(40 + _CHARACTER * max(map(len, texts))))
+        yield from self._open(width, 0, height)
+        yield f"<title>{escape(self.title)}</title>"
+        yield '<rect width="100%" height="100%" fill="white"/>'
+        yield f'<text x="12" y="24" font-size="16" font-weight="600">{escape(self.title)}</text>'
+        yield f'<text x="12" y="44" fill="{_MUTED}">{escape(self.subtitle())}</text>'
+        yield from self._body()
+        for number, (kind, text) in enumerate(legend):
+            yield from self._legend_line(self.bottom + 34 + _LEGEND_LINE * number, kind, text)
+        yield "</svg>"
+
+    def render_body(self) -> Iterator[str]:
+        """Yield the lines of an SVG with the time axis and the rows only."""
+        yield from self._open(self.width, _HEADING, self.bottom + 8 - _HEADING)
+        yield from self._body()
+        yield "</svg>"
+
+    def _open(self, width: int, top: int, height: int) -> Iterator[str]:
         yield (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
-            f' viewBox="0 0 {width} {height}" font-family="ui-sans-serif, Helvetica, Arial,'
+            f' viewBox="0 {top} {width} {height}" font-family="ui-sans-serif, Helvetica, Arial,'
             f' sans-serif" font-size="11" fill="{_TEXT}">'
         )
-        yield f"<title>{escape(title)}</title>"
         yield (
             '<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="7" refY="3.5"'
             f' orient="auto"><path d="M0,0 L7,3.5 L0,7 z" fill="{_ARROW}"/></marker></defs>'
         )
-        yield '<rect width="100%" height="100%" fill="white"/>'
-        yield f'<text x="12" y="24" font-size="16" font-weight="600">{escape(title)}</text>'
-        yield f'<text x="12" y="44" fill="{_MUTED}">{escape(self._subtitle())}</text>'
+
+    def _body(self) -> Iterator[str]:
         yield from self._axis()
         for row, top in zip(self.layout.rows, self.tops, strict=True):
             yield from self._row(row, top)
@@ -166,11 +187,9 @@ class _Picture:
         for event, lines in zip(self.events, self.texts, strict=True):
             yield from self._box(event, lines)
         yield from self._labels()
-        for number, (kind, text) in enumerate(legend):
-            yield from self._legend_line(self.bottom + 34 + _LEGEND_LINE * number, kind, text)
-        yield "</svg>"
 
-    def _subtitle(self) -> str:
+    def subtitle(self) -> str:
+        """Return the line below the title."""
         steps = self.timeline.length
         text = f"{steps} step{'s' * (steps != 1)} in time"
         if self.schedule.nchannels > 1:
@@ -186,7 +205,10 @@ class _Picture:
                 f'<text x="{x}" y="{y + 4}" fill="{_MUTED}">{unit}</text>'
             )
         for x, missing in self.breaks:
-            yield f'<text x="{x}" y="{y + 4}" fill="{_MUTED}">⋯ {missing} more</text>'
+            yield (
+                f'<text x="{x + (_ELLIPSIS - _GAP) / 2:g}" y="{y + 4}" fill="{_MUTED}"'
+                f' text-anchor="middle">{missing} more</text>'
+            )
 
     def _row(self, row: Row, top: int) -> Iterator[str]:
         height = self._height(row)
@@ -199,8 +221,8 @@ class _Picture:
         )
         for x, _ in self.breaks:
             yield (
-                f'<text x="{x + 14}" y="{top + height / 2 + 6:g}" font-size="18"'
-                f' fill="{_MUTED}">⋯</text>'
+                f'<text x="{x + (_ELLIPSIS - _GAP) / 2:g}" y="{top + height / 2 + 6:g}"'
+                f' font-size="18" fill="{_MUTED}" text-anchor="middle">⋯</text>'
             )
 
     def _labels(self) -> Iterator[str]:
@@ -220,7 +242,7 @@ class _Picture:
 
     def _box(self, event: StepEvent, lines: list[str]) -> Iterator[str]:
         x, middle = self.starts[event.start], self._middle(event)
-        fill, border = _COLORS[_kind(event.step.op)]
+        fill, border = COLORS[_kind(event.step.op)]
         tip = (
             f"rank {event.rank}, channel {event.channel}, step {event.number}:"
             f" {format_step(event.step)}"
@@ -280,8 +302,8 @@ class _Picture:
 
     # ---- legend
 
-    def _legend(self) -> Iterator[tuple[str, str]]:
-        """Yield (kind of box or an empty string, text) per line."""
+    def legend(self) -> Iterator[tuple[str, str]]:
+        """Yield (kind of box or an empty string, text) per entry."""
         for op in sorted({event.step.op for event in self.events}, key=_legend_order):
             yield _kind(op), f"{op.name.lower()}: {_MEANINGS[op]}"
         buffers = sorted(
@@ -329,7 +351,7 @@ class _Picture:
 
     def _legend_line(self, y: int, kind: str, text: str) -> Iterator[str]:
         if kind:
-            fill, border = _COLORS[kind]
+            fill, border = COLORS[kind]
             yield (
                 f'<rect x="12" y="{y - 10}" width="13" height="13" rx="2" fill="{fill}"'
                 f' stroke="{border}"/>'
@@ -355,4 +377,4 @@ def _kind(op: Op) -> str:
 
 
 def _legend_order(op: Op) -> tuple[int, int]:
-    return list(_COLORS).index(_kind(op)), int(op)
+    return list(COLORS).index(_kind(op)), int(op)

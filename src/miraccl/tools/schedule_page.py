@@ -5,16 +5,27 @@ The step under the pointer shows its messages and its text.
 
 from __future__ import annotations
 
-import re
 from html import escape
 
 from miraccl.schedule.ir import Schedule
-from miraccl.tools.schedule_draw import draw_svg
+from miraccl.tools.schedule_draw import COLORS, Picture
 
 _STYLE = """
 body { margin: 0; font: 14px ui-sans-serif, Helvetica, Arial, sans-serif; color: #111; }
-#picture { overflow-x: auto; padding-bottom: 5rem; }
+header, #legend { padding: 0 12px; }
+h1 { font-size: 16px; margin: 14px 0 4px; overflow-wrap: anywhere; }
+header p { margin: 0 0 4px; color: #555; font-size: 12px; }
+#picture { overflow-x: auto; }
 #picture svg { display: block; }
+@media (min-width: 900px) {  /* fit the width, unless text would become too small */
+  #picture svg { width: max(min(100%, var(--width)), calc(0.8 * var(--width))); height: auto; }
+}
+#legend { list-style: none; margin: 10px 0 5rem; font-size: 12.5px; line-height: 1.5;
+  max-width: 46rem; }
+#legend li { padding-left: 22px; text-indent: -22px; }
+#legend span { display: inline-block; width: 11px; height: 11px; border: 1px solid;
+  margin-right: 9px; border-radius: 2px; text-indent: 0; vertical-align: -1px; }
+#legend span.none { border-color: transparent; }
 .step { cursor: pointer; outline: none; }
 .step:focus rect, .step.chosen rect { stroke-width: 3; }
 .dim .step:not(.chosen):not(.linked), .dim .message:not(.linked) { opacity: 0.25; }
@@ -58,30 +69,47 @@ for (const step of steps) {
 }
 svg.addEventListener("click", () => { kept = null; show(null); });
 picture.addEventListener("scroll", () => {
-  labels.setAttribute("transform", `translate(${picture.scrollLeft}, 0)`);
+  const left = picture.scrollLeft * svg.viewBox.baseVal.width / svg.clientWidth;
+  labels.setAttribute("transform", `translate(${left}, 0)`);
 });
 """
 
 
 def draw_html(schedule: Schedule, *, fold: bool | None = None) -> str:
     """Return a page with the picture of ``draw_svg``; it needs no network."""
-    svg = draw_svg(schedule, fold=fold)
-    # The page has a tooltip of its own; the title of the whole picture would cover it.
-    svg = re.sub(r"<title>.*?</title>\n", "", svg, count=1)
-    title = f"{schedule.name} {schedule.collective.label} over {schedule.nranks} ranks"
+    picture = Picture(schedule, fold)
+    svg = "\n".join(picture.render_body())
+    title = escape(picture.title)
+    legend = "\n".join(_legend_entry(kind, text) for kind, text in picture.legend())
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title>
+<title>{title}</title>
 <style>{_STYLE}</style>
 </head>
 <body>
-<div id="picture">
-{svg}</div>
+<header>
+<h1>{title}</h1>
+<p>{escape(picture.subtitle())}</p>
+</header>
+<div id="picture" style="--width: {picture.width}px">
+{svg}
+</div>
+<ul id="legend">
+{legend}
+</ul>
 <div id="details" role="status">Point at a step, or tap it, to see its messages.</div>
 <script>{_SCRIPT}</script>
 </body>
 </html>
 """
+
+
+def _legend_entry(kind: str, text: str) -> str:
+    if not kind:
+        return f'<li><span class="none"></span>{escape(text)}</li>'
+    fill, border = COLORS[kind]
+    style = f"background:{fill};border-color:{border}"
+    return f'<li><span style="{style}"></span>{escape(text)}</li>'

@@ -7,6 +7,7 @@ communicator accepts both.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +16,16 @@ from torch._C import _distributed_c10d as c10d
 from miraccl.errors import InvalidUsage
 from miraccl.ops.arguments import counts_of, peer_rank
 from miraccl.torch import operators, sparse
+from miraccl.torch.agreement import refuse_together
 from miraccl.torch.failures import as_backend_errors
 from miraccl.torch.forms import short_form
 from miraccl.torch.operators import reduction_plan
 from miraccl.torch.routing import by_device
-from miraccl.torch.tensors import Staged, stage, stage_list
+from miraccl.torch.tensors import Staged, check_result, stage, stage_list
 
 if TYPE_CHECKING:
     from miraccl.api.communicator import Communicator
-    from miraccl.torch.work import Work
+    from miraccl.torch.work import Work, WorkQueue
 
 _ALL_REDUCE = c10d.AllreduceOptions()
 _ALL_REDUCE_COALESCED = c10d.AllreduceCoalescedOptions()
@@ -40,6 +42,7 @@ class GroupCollectives:
     """GroupCollectives of a process group, under every name PyTorch has given them."""
 
     communicator: Communicator
+    _work_queue: WorkQueue
 
     def _start(
         self,
@@ -156,33 +159,57 @@ class GroupCollectives:
     ) -> Work:
         """Gather each of ``inputs`` from all ranks: ``output_lists[r][i]`` becomes rank r's
         ``inputs[i]``.
+
+        Arguments that one rank refuses are refused on all ranks.
         """
-        with as_backend_errors():
-            by_rank = [_paired(of_rank, inputs, "all_gather_coalesced") for of_rank in output_lists]
-            for pairs in by_rank:
-                for i, (output, tensor) in enumerate(pairs):
-                    if output.numel() != tensor.numel():
-                        raise InvalidUsage(
-                            f"all_gather_coalesced: output {i} has {output.numel()} elements, "
-                            f"but input {i} has {tensor.numel()}; the sizes must be equal"
-                        )
-        by_input = [[pairs[i][0] for pairs in by_rank] for i in range(len(inputs))]
-        return self._all_gather_lists("all_gather_coalesced", by_input, inputs, opts)
+        name = "all_gather_coalesced"
+        error, by_input, jobs = None, [], []
+        try:
+            by_input = _by_input(output_lists, inputs, name)
+            for output in itertools.chain.from_iterable(by_input):
+                check_result(output, name)
+            jobs = self._gather_jobs(name, by_input, inputs)
+        except InvalidUsage as refused:
+            error, by_input, jobs = refused, [], []
+
+        def agree() -> None:
+            refuse_together(self.communicator, error)
+
+        if any(tensor.is_cuda for tensor in inputs):  # kernels cannot wait for the agreement
+            self._work_queue.run(name, agree)
+            return self._start_gathers(name, by_input, inputs, jobs, opts)
+        return self._start_gathers(name, by_input, inputs, jobs, opts, agree)
 
     def _all_gather_lists(
         self, name: str, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any
     ) -> Work:
         with as_backend_errors():
-            jobs = []
-            for outputs, tensor in _paired(output_lists, inputs, name):
-                jobs.append(
-                    (
-                        stage(tensor, name),
-                        stage_list(outputs, name, load=False, nranks=self.communicator.nranks),
-                    )
-                )
+            jobs = self._gather_jobs(name, output_lists, inputs)
+        return self._start_gathers(name, output_lists, inputs, jobs, opts)
+
+    def _gather_jobs(
+        self, name: str, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any]
+    ) -> list[tuple[Staged, Staged]]:
+        nranks = self.communicator.nranks
+        return [
+            (stage(tensor, name), stage_list(outputs, name, load=False, nranks=nranks))
+            for outputs, tensor in _paired(output_lists, inputs, name)
+        ]
+
+    def _start_gathers(
+        self,
+        name: str,
+        output_lists: Sequence[Sequence[Any]],
+        inputs: Sequence[Any],
+        jobs: Sequence[tuple[Staged, Staged]],
+        opts: Any,
+        before: Callable[[], None] | None = None,
+    ) -> Work:
+        """Start the gathers of ``jobs``; ``before`` runs first, in the same place."""
 
         def action() -> None:
+            if before is not None:
+                before()
             for source, target in jobs:
                 if len(set(target.counts)) == 1:
                     self.communicator.all_gather(source.array, target.array)
@@ -466,6 +493,21 @@ def _paired(outputs: Sequence[Any], inputs: Sequence[Any], name: str) -> list[tu
             f"{name}: got {len(outputs)} outputs for {len(inputs)} inputs; the numbers must match"
         )
     return list(zip(outputs, inputs, strict=True))
+
+
+def _by_input(
+    output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], name: str
+) -> list[list[Any]]:
+    """Return the outputs of each input, one per rank, from the lists of each rank."""
+    by_rank = [_paired(of_rank, inputs, name) for of_rank in output_lists]
+    for pairs in by_rank:
+        for i, (output, tensor) in enumerate(pairs):
+            if output.numel() != tensor.numel():
+                raise InvalidUsage(
+                    f"{name}: output {i} has {output.numel()} elements, "
+                    f"but input {i} has {tensor.numel()}; the sizes must be equal"
+                )
+    return [[pairs[i][0] for pairs in by_rank] for i in range(len(inputs))]
 
 
 def single_item(items: Sequence[Any], name: str) -> Any:

@@ -1,12 +1,13 @@
 """Fast path for common calls: contiguous strided tensors, built-in reductions, no observers.
 
 Such calls skip the staging and the closures of ``collectives``, which cost more than the launch of
-a small operation.  Other calls, and the first call of a group, take the slow path in
-``collectives``.
+a small operation.  Other calls, and the first call of a group on a GPU, take the slow path in
+``collectives``.  In CPU memory only ``allreduce`` has a fast path: DDP calls it for every bucket.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -20,8 +21,8 @@ from miraccl.torch.mixed_backends import OtherBackends
 from miraccl.torch.operators import plain_operator
 from miraccl.torch.profiled import profiling
 from miraccl.torch.streams import GroupStreams
-from miraccl.torch.tensors import is_plain_gpu_tensor
-from miraccl.torch.work import Work
+from miraccl.torch.tensors import is_plain_gpu_tensor, plain_cpu_array
+from miraccl.torch.work import Work, seconds
 from miraccl.types import Collective
 
 #: Types for which ``torch._foreach_copy_`` copies many tensors with one kernel.
@@ -48,15 +49,36 @@ class FastPathCollectives(GroupCollectives):
     _sequence: int
     _on_one_host: bool
 
+    def _on_work_queue(
+        self,
+        name: str,
+        tensors: Sequence[Any],
+        action: Callable[[], Any],
+        limit: float | None,
+        asynchronous: bool,
+    ) -> Work:
+        """Run ``action`` in the work queue, in call order, with a deadline of its own."""
+        raise NotImplementedError
+
     # ---- one tensor, or an output and an input
 
     def allreduce(self, tensors: Sequence[Any], *rest: Any, **named: Any) -> Work:
-        if _is_common_call(c10d.AllreduceOptions, rest, tensors) and self._eligible_on_gpu(tensors):
+        if _is_common_call(c10d.AllreduceOptions, rest, tensors) and self._is_unobserved():
             x, opts = tensors[0], rest[0]
             if (op := plain_operator(opts.reduceOp)) is not None:
-                return self._call(
-                    "all_reduce", tensors, tensors, opts, self.communicator.all_reduce, x, x, op
-                )
+                if (array := plain_cpu_array(x)) is not None:
+                    self._sequence += 1
+                    return self._on_work_queue(
+                        "all_reduce",
+                        tensors,
+                        functools.partial(self.communicator.all_reduce, array, None, op),
+                        seconds(opts.timeout),
+                        opts.asyncOp,
+                    )
+                if self._eligible_on_gpu(tensors):
+                    return self._call(
+                        "all_reduce", tensors, tensors, opts, self.communicator.all_reduce, x, x, op
+                    )
         return super().allreduce(tensors, *rest, **named)
 
     def broadcast(self, tensors: Sequence[Any], *rest: Any, **named: Any) -> Work:
@@ -346,16 +368,17 @@ class FastPathCollectives(GroupCollectives):
         observed.
         """
         streams = self._streams
-        if (
-            streams is None
-            or self._batch is not None
-            or self._other_backends is not None
-            or profiling()
-        ):
+        if streams is None or not self._is_unobserved():
             return False
         ordinal = streams.device.index
         # a generator expression is slower
         return all([is_plain_gpu_tensor(x, ordinal) for x in tensors])  # noqa: C419
+
+    def _is_unobserved(self) -> bool:
+        """Return True outside coalescing blocks and profilers, in a group without other
+        backends.
+        """
+        return self._batch is None and self._other_backends is None and not profiling()
 
     def _has_one_per_rank(self, tensors: Any, one: Any) -> bool:
         """Return True if the list holds one eligible, writable tensor like ``one`` per rank."""

@@ -43,6 +43,11 @@ SMALL_FLOATS = {
 }
 COMPLEX = frozenset((torch.complex64, torch.complex128))
 WIDENED = frozenset((torch.int16, torch.uint16))
+#: Dispatch keys of ordinary CPU tensors, and of those made in inference mode.
+_PLAIN_KEYS = frozenset(
+    torch._C._dispatch_keys(sample).raw_repr()
+    for sample in (torch.empty(0), torch.inference_mode()(torch.empty)(0))
+)
 #: Memory of any length from an address.  ctypes would create a new type for every length, which
 #: takes ten times as long as the rest of the call.
 _ANY_LENGTH = ctypes.c_char * (1 << 46)
@@ -300,7 +305,18 @@ def _copy_list(tensors: Sequence[Any], address: int) -> list[tuple[int, int, int
 
 def _is_plain(tensor: Any) -> bool:
     """Return True if the tensor is contiguous, without lazy conjugate or negative bits."""
-    return bool(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
+    if not tensor.is_contiguous():
+        return False
+    return _has_plain_keys(tensor) or not (tensor.is_conj() or tensor.is_neg())
+
+
+def _has_plain_keys(tensor: Any) -> bool:
+    """Return True for dense CPU memory without lazy bits: one look at the dispatch keys.
+
+    ``is_neg()`` and ``is_conj()`` release the GIL, for which the thread of the work queue may wait:
+    a call then takes 20 us instead of 0.5.
+    """
+    return tensor.is_cpu and torch._C._dispatch_keys(tensor).raw_repr() in _PLAIN_KEYS
 
 
 def _on_gpu(tensor: Any) -> bool:
@@ -356,6 +372,24 @@ def is_plain_cpu_tensor(tensor: Any) -> bool:
         and _is_plain(tensor)
     )
     return ordinary and not torch._C._len_torch_dispatch_stack()
+
+
+def plain_cpu_array(tensor: Any) -> Any:
+    """Return the memory of an ordinary contiguous CPU tensor as a flat array.
+
+    None if ``stage`` has to look at the tensor: another layout or class, or a type without values
+    in NumPy.
+    """
+    kind = NATIVE.get(tensor.dtype) or SMALL_FLOATS.get(tensor.dtype)
+    if (
+        kind is None
+        or type(tensor) is not torch.Tensor
+        or not _has_plain_keys(tensor)
+        or not tensor.is_contiguous()
+        or torch._C._len_torch_dispatch_stack()
+    ):
+        return None
+    return array_at(tensor.data_ptr(), tensor.numel(), kind, tensor)
 
 
 def is_plain_gpu_tensor(tensor: Any, ordinal: int) -> bool:

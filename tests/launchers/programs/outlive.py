@@ -1,7 +1,8 @@
-"""Ranks die in turn, the one with the control plane first; the others shrink and go on.
+"""Ranks die in turn; the others shrink and go on.
 
-``outlive.py FOLDER [ID]``: with a path ID, rank 0 makes a unique id and writes it there. The last
-rank writes what it has seen to FOLDER/last.json.
+``outlive.py FOLDER [ID]``: with a path ID, rank 0 makes a unique id and writes it there. The ranks
+die in the order of ``OUTLIVE_ORDER``, numbers with commas between them; without it the lowest one
+dies first, which has the control plane. The last rank writes what it has seen to FOLDER/last.json.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ def main(folder: Path, path: str) -> None:
     comm, world, sums, seconds = communicator(path), 0, [], []
     world = comm.nranks
     original = comm.rank
+    order = os.environ.get("OUTLIVE_ORDER") or ",".join(map(str, range(world)))
+    deaths = [int(rank) for rank in order.split(",")]
     while comm.nranks > 1:
         sums.append(float(comm.all_reduce(np.ones(3))[0]))
-        if comm.rank == 0:
+        if original == deaths[len(sums) - 1]:
             comm.barrier()
             os._exit(0)  # like a crash; torchrun would end all ranks for another status
         begun = time.monotonic()

@@ -11,7 +11,7 @@ import click
 from miraccl.errors import InvalidUsage
 from miraccl.tools import launch
 from miraccl.tools.completion import complete_algorithms, complete_files, complete_words
-from miraccl.tools.options import File, Finite, OutputFile, Size, Sizes
+from miraccl.tools.options import File, Finite, OutputFile, Size, Sizes, SuggestingChoice
 from miraccl.tools.perf import devices
 from miraccl.tools.perf.report import display, finish
 from miraccl.tools.perf.request import DEFAULT_RANKS, DEFAULT_SIZES, PerfRequest, check
@@ -38,7 +38,7 @@ class PerfCommand(click.Command):
 
 
 @click.command(cls=PerfCommand, short_help="Measure a collective or a transfer.")
-@click.argument("op", type=click.Choice((*OPERATIONS, SPARSE)), metavar="OP")
+@click.argument("op", type=SuggestingChoice((*OPERATIONS, SPARSE)), metavar="OP")
 @click.option(
     "-r",
     "--ranks",
@@ -61,7 +61,7 @@ class PerfCommand(click.Command):
 @click.option(
     "-d",
     "--dtype",
-    type=click.Choice(tuple(ITEMSIZES)),
+    type=SuggestingChoice(tuple(ITEMSIZES)),
     metavar="NAME",
     default="float32",
     show_default=True,

@@ -173,7 +173,7 @@ def _lines(rows: Sequence[PerfRow], name: str, color: str, *, peer_color: str) -
             yield _Line(
                 label=f"{peer if name == 'miraccl' else f'{peer} of {name}'}, {form}",
                 color=peer_color,
-                style=":",
+                style=":" if not in_place else "-.",
                 marker="x",
                 sizes=tuple(r.bytes for r, _ in theirs),
                 times=tuple(time for _, time in theirs),

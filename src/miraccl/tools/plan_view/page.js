@@ -275,7 +275,8 @@
   const hidden = new Set();
   const offProtocols = new Set();
   const isHidden = (name) => hidden.has(name) || offProtocols.has(name.split("/")[1]);
-  const W = 860, H = 400, L = 64, R = 16, T = 12, B = 58;
+  const H = 400, L = 64, R = 16, T = 12, B = 58;
+  let W = 860;  // narrower on a phone, so that text keeps its size
 
   const value = (t, size) => (axis === "time" ? t : (size / t / 1000) * (axis === "busbw" ? FACTOR[collective] : 1));
   // Protocols have marks and dashes of their own, algorithms have colours.
@@ -287,6 +288,8 @@
   const chart = () => {
     const holder = $("chart");
     holder.replaceChildren();
+    W = Math.min(860, Math.max(300, holder.clientWidth || 860));
+    const narrow = W < 560;
     const curves = explain ? explain.tuning.curves[collective] : {};
     const names = Object.keys(curves);
     if (!names.length || n < 2) {
@@ -306,11 +309,11 @@
       svg.append(svgEl("text", { x: L - 6, y: y(10 ** e) + 4, "text-anchor": "end" }, axis === "time" ? us(10 ** e) : num(10 ** e)));
     }
     sizes.forEach((size, i) => {
-      if (i % 3) return;
+      if (i % (narrow ? 6 : 3)) return;
       svg.append(svgEl("line", { class: "grid", x1: x(size), x2: x(size), y1: T, y2: H - B }));
       svg.append(svgEl("text", { x: x(size), y: H - B + 30, "text-anchor": "middle" }, bytes(size)));
     });
-    svg.append(svgEl("text", { x: L, y: H - 8 }, (axis === "time" ? "time of one operation" : "GB/s") + " by size; the bar names the fastest"));
+    svg.append(svgEl("text", { x: narrow ? 4 : L, y: H - 8 }, (axis === "time" ? "time of one operation" : "GB/s") + " by size; the bar names the fastest"));
     // The fastest at each size, as a bar with names.
     const step = (x(sizes[1]) - x(sizes[0])) / 2;
     const bestAt = sizes.map((_, i) => names.reduce((a, b) => (curves[b][i] < curves[a][i] ? b : a)));
@@ -428,6 +431,7 @@
     choices();
   };
   times();
+  window.addEventListener("resize", chart);
 
   // Rings and trees of a channel over the nodes. Numbers in a node are local ranks, in the order of the channel.
 
