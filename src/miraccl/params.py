@@ -257,6 +257,14 @@ AGGREGATION = declare(
     "Use of aggregators: auto where a measurement says that they are faster, always, or never.",
     kind="name",
 )
+SWITCH = declare(
+    "SWITCH",
+    "",
+    str,
+    "Software switches that add for the ranks, HOST:PORT separated by commas: processes `miraccl"
+    " aggregator --listen`.",
+    kind="address",
+)
 P2P_HOST = declare(
     "P2P_HOST",
     "127.0.0.1",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from miraccl.runtime.aggregation import PROBES, fit
+from miraccl.runtime.aggregation import count_hosts, fit
 from tests.runtime import aggregator_ranks
 from tests.support.ranks import rank_outcomes, run_ranks
 
@@ -45,8 +45,15 @@ def test_death() -> None:
 
 
 def test_line_through_two_sizes() -> None:
-    low, high = PROBES
-    line = fit(10 + low / 100, 10 + high / 100)
+    low, high = 64 << 10, 8 << 20
+    line = fit([low, 10 + low / 100, high, 10 + high / 100])
     assert line.latency_us == pytest.approx(10)
     assert line.predict_us(1 << 20) == pytest.approx(10 + (1 << 20) / 100)
-    assert fit(50, 40).predict_us(1 << 20) > 0
+    assert fit([low, 50, high, 40]).predict_us(1 << 20) > 0
+
+
+def test_hosts() -> None:
+    assert count_hosts(["a", "a", "b", "b"]) == 2
+    assert count_hosts(["a", "b", "a", "b"]) == 1
+    assert count_hosts(["a", "a", "b"]) == 1
+    assert count_hosts(["a"]) == 1

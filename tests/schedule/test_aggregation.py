@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from miraccl.errors import InvalidUsage, ScheduleError
-from miraccl.schedule.aggregation import rail_trees, star, two_level
+from miraccl.schedule.aggregation import (
+    rail_trees,
+    star,
+    star_gather,
+    star_scatter,
+    two_level,
+)
 from miraccl.schedule.cost import compute_cost
 from miraccl.schedule.interpret import interpret
 from miraccl.schedule.ir import Op, Schedule, Step
@@ -34,6 +40,21 @@ def test_proved_and_right(schedule: Schedule) -> None:
     for output in interpret(schedule, inputs):
         assert output is not None
         assert np.array_equal(output, sum(inputs))
+
+
+@pytest.mark.parametrize(("nranks", "aggregators"), [(1, 1), (2, 1), (3, 2), (8, 3)])
+def test_reduce_scatter_and_all_gather(nranks: int, aggregators: int) -> None:
+    rng = np.random.default_rng(1)
+    inputs = [rng.integers(-9, 9, 101 * nranks).astype(np.int64) for _ in range(nranks)]
+    for build in (star_scatter, star_gather):
+        schedule = build(nranks, aggregators, 3)
+        for in_place in (False, True):
+            verify(schedule, in_place=in_place, rank_ordered=True)
+        assert parse(dump(schedule)) == schedule
+    for rank, output in enumerate(interpret(star_scatter(nranks, aggregators, 3), inputs)):
+        assert np.array_equal(output, sum(inputs)[rank * 101 : (rank + 1) * 101])
+    for output in interpret(star_gather(nranks, aggregators, 3), inputs):
+        assert np.array_equal(output, np.concatenate(inputs))
 
 
 def test_costs() -> None:

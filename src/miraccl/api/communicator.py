@@ -18,7 +18,7 @@ from miraccl.api.sparse_operations import SparseCollectives
 from miraccl.api.uneven import UnevenCollectives
 from miraccl.deadline import Deadline
 from miraccl.diagnosis import blocked_ops
-from miraccl.errors import MiracclError
+from miraccl.errors import InvalidUsage, MiracclError
 from miraccl.runtime.aggregation import Aggregation, serve
 from miraccl.runtime.control import FINALIZE
 from miraccl.runtime.core import CommunicatorCore
@@ -27,6 +27,7 @@ from miraccl.runtime.options import CommunicatorOptions, Options, shows_options
 from miraccl.runtime.rendezvous import join_by_id, start_deadline
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.runtime.shrink import shrink
+from miraccl.runtime.switch import check_switches, join_switches
 from miraccl.types import Collective, DType, Operator
 
 if TYPE_CHECKING:
@@ -170,6 +171,31 @@ class Communicator(
             MiracclError: Never.
         """
         self._aggregation = Aggregation(self._core, wide._core, aggregators, mode)
+
+    def use_switch(self, addresses: str, mode: str = "auto") -> None:
+        """Add an aggregator of each switch, for all_reduce, reduce_scatter and all_gather.
+
+        Collective. A switch is a process `miraccl aggregator --listen HOST:PORT`, which may serve
+        several communicators. Communicators that ``split`` or ``shrink`` make do without.
+
+        Args:
+            addresses: HOST:PORT of each switch, separated by commas; that of rank 0 counts.
+            mode: ``auto`` measures and uses the aggregators where they are faster; ``always`` or
+                ``never``. The same on all ranks.
+
+        Raises:
+            InvalidUsage: The communicator has aggregators already, or an argument is not allowed.
+            BootstrapError: A switch cannot be reached, or refuses; the communicator is unchanged.
+            AuthenticationError: A switch has another secret (MIRACCL_SECRET).
+        """
+        self._core.check(0, "use_switch")
+        if self._aggregation is not None:
+            raise InvalidUsage("cannot use a switch: the communicator has aggregators already")
+        switches = check_switches(addresses, mode)
+        session, deadline = join_switches(self._core, switches)
+        setup = SetupPhases(session, deadline)
+        wide = Communicator.from_session(session, Options.create(), setup=setup)
+        self.use_aggregators(wide, len(switches), mode)
 
     def serve_as_aggregator(
         self, aggregators: int, on_sum: Callable[[int], None] = lambda nbytes: None
@@ -370,6 +396,8 @@ class Communicator(
         if self._device is not None and not self._core.in_forked_child:
             self._device.abort(reason)
         self._core.abort(reason)
+        if self._aggregation is not None:
+            self._aggregation.abort(reason)
 
     def finalize(self) -> None:
         """Complete pending operations and leave the communicator. Local; may be called twice.

@@ -59,7 +59,14 @@ def init(mpi: Any = None, /, **options: Unpack[CommunicatorOptions]) -> Communic
     session = join_launch(launch, deadline, session_timeout=opts.timeout)
     setup = SetupPhases(session, deadline)
     if not aggregators:
-        return Communicator.from_session(session, opts, setup=setup)
+        comm = Communicator.from_session(session, opts, setup=setup)
+        if (switches := params.SWITCH.read()) and comm.nranks > 1:
+            try:
+                comm.use_switch(switches, params.AGGREGATION.read())
+            except BaseException as error:
+                comm.abort(f"init: {error}")
+                raise
+        return comm
     nranks = session.nranks - aggregators
     if not 0 <= session.rank < nranks:
         raise InvalidUsage(

@@ -24,7 +24,7 @@ from miraccl.ops.request import PlanRequest
 from miraccl.planning.cost_model import CommunicatorShape, CpuConstants, predict_us
 from miraccl.schedule import catalog
 from miraccl.schedule.catalog import Algorithm
-from miraccl.schedule.ir import Buffer, Schedule
+from miraccl.schedule.ir import Buffer, Schedule, input_blocks, output_blocks
 from miraccl.schedule.layout import in_place_forms
 from miraccl.types import Collective, DType, RedOp
 
@@ -401,6 +401,9 @@ class Planner:
         """Return the run of a schedule that folds each element over all ranks at once.
 
         This rank may be an aggregator of the schedule.
+
+        Args:
+            count: Elements of a block.
         """
         if schedule not in self._row_programs:
             self._row_programs[schedule] = lower(schedule, self.rank)
@@ -412,9 +415,13 @@ class Planner:
             round_bytes=self.round_bytes(schedule.widest),
             direct=-1,
             template=signature(schedule.collective, dtype, op, schedule.root, 0),
-            fold=fold_kernel(dtype, op),
+            fold=fold_kernel(dtype, op) if schedule.collective.reduces else 0,
         )
-        set_counts(run, BlockCounts((count,), (count,), agreed=count, reported=count))
+        blocks = (
+            (count,) * input_blocks(schedule.collective, schedule.nranks),
+            (count,) * output_blocks(schedule.collective, schedule.nranks),
+        )
+        set_counts(run, BlockCounts(*blocks, agreed=count, reported=count))
         return run
 
     def record_plan(self, run: Run, plan: Candidate) -> None:

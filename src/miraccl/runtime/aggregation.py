@@ -1,20 +1,22 @@
-"""All-reduce over aggregators: processes that only add, for the ranks of one communicator.
+"""Collectives over aggregators: processes that only add, for the ranks of one communicator.
 
 The ranks and the aggregators form a communicator of their own, whose last members are the
-aggregators. Before each sum rank 0 sends every aggregator a command, five words, ahead of the data;
-an aggregator waits for commands and runs its part of the same schedule (``schedule.aggregation``).
+aggregators. Before each operation rank 0 sends every aggregator a command, five words, ahead of
+the data; an aggregator waits for commands and runs its part of the same schedule
+(``schedule.aggregation``).
 
 Whether the aggregators pay depends on links that no table knows, so the ranks measure two sizes
-both ways before the first sum, and choose by a line through them.
+with each form and without before the first operation, and choose by lines through them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from miraccl import clock, trace
 from miraccl.errors import MiracclError, PeerDied
@@ -22,9 +24,12 @@ from miraccl.executor.cpu.lower import Run
 from miraccl.ops import spec
 from miraccl.ops.check import Transfer
 from miraccl.ops.prepare import PreparedOp, prepare
+from miraccl.ops.request import PlanRequest
+from miraccl.ops.spec import ALL_REDUCE, OpSpec
 from miraccl.planning.planner import Candidate
-from miraccl.schedule.aggregation import star
-from miraccl.types import DType, RedOp
+from miraccl.schedule.aggregation import forms
+from miraccl.schedule.ir import Schedule
+from miraccl.types import Collective, DType, RedOp
 
 if TYPE_CHECKING:
     from miraccl.runtime.core import CommunicatorCore
@@ -32,10 +37,15 @@ if TYPE_CHECKING:
 
 _log = trace.logger("aggregation")
 NAME = "all_reduce"
-#: Words of a command: elements, dtype, operator; two are spare.
+#: Operations that aggregators run.
+AGGREGATED = (spec.ALL_REDUCE, spec.REDUCE_SCATTER, spec.ALL_GATHER)
+#: Words of a command: elements of a block, dtype, operator, collective, number of the form.
 COMMAND_WORDS = 5
-#: Sizes in bytes of the measurement, and its repetitions, of which the fastest counts.
-PROBES, REPEATS = (64 << 10, 2 << 20), 3
+#: Bytes of the smaller probe, and the first and last of the larger one, which is the first that
+#: takes ``PROBE_US``: a shaped link sends its first 256 KiB at once, so short probes say little.
+PROBE_BYTES, PROBE_US = (64 << 10, 2 << 20, 32 << 20), 50_000.0
+#: Repetitions, of which the fastest counts.
+REPEATS = 2
 #: The aggregators are used if they are predicted to be faster by this factor.
 ADVANTAGE = 1.05
 MAX_RUNS = 64
@@ -43,7 +53,7 @@ MAX_RUNS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Time of an all_reduce by its bytes: ``latency_us + nbytes / rate``.
+    """Time of a collective by the bytes of a block: ``latency_us + nbytes / rate``.
 
     Attributes:
         rate: Bytes per microsecond.
@@ -56,28 +66,49 @@ class Line:
         return self.latency_us + nbytes / self.rate
 
 
-def fit(small: float, large: float) -> Line:
-    """Return the line through the times of the two ``PROBES``, in microseconds."""
-    low, high = PROBES
+def fit(probes: Sequence[float] | NDArray[np.float64]) -> Line:
+    """Return the line through two measurements: bytes and us of the smaller, then the larger."""
+    low, small, high, large = map(float, probes)
     rate = (high - low) / max(large - small, 1e-3)
     return Line(latency_us=max(0.0, small - low / rate), rate=rate)
 
 
-class StarRuns:
-    """Runs of the star over the members of a communicator whose last ones are aggregators."""
+class AggregatorRuns:
+    """Runs over the members of a communicator whose last ones are aggregators.
+
+    Args:
+        hosts: Hosts of the ranks if each has the ranks of one range of equal length, else 1.
+    """
 
     def __init__(self, core: CommunicatorCore, aggregators: int) -> None:
         self.core, self.aggregators = core, aggregators
-        self.schedule = star(core.nranks - aggregators, aggregators)
-        self._runs: dict[tuple[int, DType, RedOp], Run] = {}
+        self.nranks = core.nranks - aggregators
+        self.hosts = count_hosts(core.session.hosts[: self.nranks])
+        self._runs: dict[tuple[Collective, int, int, DType, RedOp], Run] = {}
 
-    def run_for(self, count: int, dtype: DType, op: RedOp) -> Run:
-        key = (count, dtype, op)
+    def forms(self, collective: Collective) -> tuple[Schedule, ...]:
+        """Return the schedules of a collective, the same on all members."""
+        return forms(collective, self.nranks, self.aggregators, self.hosts)
+
+    def run_for(
+        self, collective: Collective, form: int, count: int, dtype: DType, op: RedOp
+    ) -> Run:
+        """Return the run of a form of a collective over blocks of ``count`` elements."""
+        key = (collective, form, count, dtype, op)
         if key not in self._runs:
             if len(self._runs) >= MAX_RUNS:
                 self._runs.clear()
-            self._runs[key] = self.core.planner.make_schedule_run(self.schedule, dtype, op, count)
+            schedule = self.forms(collective)[form]
+            self._runs[key] = self.core.planner.make_schedule_run(schedule, dtype, op, count)
         return self._runs[key]
+
+
+def count_hosts(hosts: Sequence[str]) -> int:
+    """Return the number of hosts if each has the ranks of one range of equal length, else 1."""
+    distinct = list(dict.fromkeys(hosts))
+    local = len(hosts) // len(distinct)
+    regular = [name for name in distinct for _ in range(local)]
+    return len(distinct) if list(hosts) == regular else 1
 
 
 class Aggregation:
@@ -94,107 +125,147 @@ class Aggregation:
         self, core: CommunicatorCore, wide: CommunicatorCore, aggregators: int, mode: str
     ) -> None:
         self._core, self._wide, self._mode = core, wide, mode
-        self._star = StarRuns(wide, aggregators)
-        self._lines: tuple[Line, Line] | None = None  # of the aggregators, of the other plans
+        self._runs = AggregatorRuns(wide, aggregators)
+        #: by collective, the times without the aggregators and of each form with them
+        self._lines: dict[Collective, list[Line]] = {}
 
-    def accepts(self, call: PreparedOp) -> bool:
-        """Return True if the aggregators run ``call``, which is an all_reduce."""
+    def accepts(self, spec: OpSpec, call: PreparedOp) -> bool:
+        """Return True if the aggregators run ``call``, an operation of ``spec``."""
         if self._mode == "never" or call.request.count == 0 or self._core.nranks == 1:
+            return False
+        if spec not in AGGREGATED:
             return False
         if self._mode == "always":
             return True
         nbytes = call.request.count * call.request.dtype.itemsize
-        through, direct = self.lines()
-        return through.predict_us(nbytes) * ADVANTAGE < direct.predict_us(nbytes)
+        direct, *through = (line.predict_us(nbytes) for line in self.lines(spec))
+        return min(through) * ADVANTAGE < direct
 
-    def lines(self) -> tuple[Line, Line]:
-        """Return the times through the aggregators and without; measures once, collectively."""
-        if self._lines is None:
-            times = np.array(
-                [[self._time(size, through) for size in PROBES] for through in (True, False)]
-            )
+    def lines(self, spec: OpSpec = spec.ALL_REDUCE) -> list[Line]:
+        """Return the times by bytes of a block: without the aggregators, and of each form.
+
+        The first call measures, collectively.
+        """
+        if spec.collective not in self._lines:
+            numbers = range(-1, len(self._runs.forms(spec.collective)))
+            times = np.array([self._probe(spec, form) for form in numbers])
             # The slowest rank counts, so all ranks choose alike.
-            worst = prepare(spec.ALL_REDUCE, self._core.reader, (times, None, RedOp.MAX))
-            self._core.run_now(worst, self._core.planner.make_run(worst.request), NAME)
-            self._lines = (fit(*times[0].tolist()), fit(*times[1].tolist()))
-            _log.info("all_reduce: through aggregators %s, without %s", *self._lines)
-        return self._lines
+            self._maximum(times)
+            self._lines[spec.collective] = [fit(row) for row in times]
+            _log.info("%s: without aggregators and by form %s", spec.name, self._lines)
+        return self._lines[spec.collective]
 
-    def _time(self, nbytes: int, through: bool) -> float:
-        """Return the microseconds of the fastest of a few sums."""
-        data = np.zeros(nbytes // 4, np.float32)
-        call = prepare(spec.ALL_REDUCE, self._core.reader, (data, None, RedOp.SUM))
+    def _maximum(self, values: NDArray[np.float64]) -> None:
+        call = prepare(spec.ALL_REDUCE, self._core.reader, (values, None, RedOp.MAX))
+        self._core.run_now(call, self._core.planner.make_run(call.request), "all_reduce")
+
+    def _probe(self, spec: OpSpec, form: int) -> list[float]:
+        """Return (bytes, us) of a small block, and of the first one that takes ``PROBE_US``."""
+        blocks = 1 if spec is ALL_REDUCE else self._core.nranks
+        first, second, last = (nbytes // blocks // 8 * 8 for nbytes in PROBE_BYTES)
+        low = self._time(spec, first, form)
+        while True:
+            high = np.array([self._time(spec, second, form)])
+            self._maximum(high)
+            if high[0] >= PROBE_US or 4 * second > last:
+                return [first, low, second, float(high[0])]
+            second *= 4
+
+    def _time(self, spec: OpSpec, nbytes: int, form: int) -> float:
+        """Return the microseconds of the fastest of a few runs with blocks of ``nbytes``."""
+        data, more = (np.zeros(nbytes // 4 * n, np.float32) for n in (1, self._core.nranks))
+        arguments: dict[str, tuple[Any, ...]] = {
+            "all_reduce": (data, None, RedOp.SUM),
+            "reduce_scatter": (more, data, RedOp.SUM),
+            "all_gather": (data, more),
+        }
+        call = prepare(spec, self._core.reader, arguments[spec.name])
         plan = self._core.planner.make_run(call.request)
         best = float("inf")
         for _ in range(REPEATS):
             start = clock.monotonic()
-            if through:
-                self._sum(call)
+            if form >= 0:
+                self._run(call, form, spec.name)
             else:
-                self._core.run_now(call, plan, NAME)
+                self._core.run_now(call, plan, spec.name)
             best = min(best, (clock.monotonic() - start) * 1e6)
         return best
 
-    def run(self, call: PreparedOp) -> Any:
-        """Run an all_reduce through the aggregators."""
+    def _best_form(self, request: PlanRequest) -> int:
+        lines = self._lines.get(request.collective)
+        if lines is None:
+            return 0
+        times = [line.predict_us(request.count * request.dtype.itemsize) for line in lines[1:]]
+        return times.index(min(times))
+
+    def run(self, call: PreparedOp, name: str) -> Any:
+        """Run an operation through the aggregators."""
         if call.prologue is not None:
             call.prologue()
             call.prologue = None
-        result = self._sum(call)
-        self._core.note_plan(self._run_of(call), self._plan(call))
+        form = self._best_form(call.request)
+        result = self._run(call, form, name)
+        self._core.note_plan(self._run_of(call.request, form), self._plan(call.request, form))
         return result
 
-    def _sum(self, call: PreparedOp) -> Any:
-        wide, run = self._wide, self._run_of(call)
+    def _run(self, call: PreparedOp, form: int, name: str) -> Any:
+        wide, run = self._wide, self._run_of(call.request, form)
         try:
-            wide.check(0, NAME)
+            wide.check(0, name)
             if wide.rank == 0:
-                self._command(call.request.count, call.request.dtype, _folded(call.request.op))
-            return wide.run_now(call, run, NAME)
+                self._command(call.request, form, name)
+            return wide.run_now(call, run, name)
         except MiracclError as error:
-            raise self._core.faults.propagate(self._named(error)) from error
+            raise self._core.faults.propagate(self._named(error, name)) from error
 
-    def _run_of(self, call: PreparedOp) -> Run:
-        request = call.request
-        return self._star.run_for(request.count, request.dtype, _folded(request.op))
+    def _run_of(self, request: PlanRequest, form: int) -> Run:
+        return self._runs.run_for(
+            request.collective, form, request.count, request.dtype, _folded(request.op)
+        )
 
-    def _command(self, count: int, dtype: DType, op: RedOp) -> None:
-        words = np.array([count, dtype, op, 0, 0], np.int64)
-        memory = self._wide.reader.view(words, "command", NAME, None, False)
+    def _command(self, request: PlanRequest, form: int, name: str) -> None:
+        """Send the aggregators the operation that follows."""
+        command = [request.count, request.dtype, _folded(request.op), request.collective, form]
+        words = np.array(command, np.int64)
+        memory = self._wide.reader.view(words, "command", name, None, False)
         transfers = [
             Transfer(False, peer, memory) for peer in range(self._core.nranks, self._wide.nranks)
         ]
-        self._wide.exchange(transfers, None, NAME, False)
+        self._wide.exchange(transfers, None, name, False)
 
-    def _named(self, error: MiracclError) -> MiracclError:
+    def _named(self, error: MiracclError, name: str) -> MiracclError:
         """Return the error with an aggregator under its name."""
         number = -1 if error.peer is None else error.peer - self._core.nranks
         if number < 0:
             return error
-        text = f"aggregator {number} ended: {error.message}"
         return PeerDied(
-            text,
+            f"aggregator {number} ended: {error.message}",
             rank=self._core.rank,
-            op=NAME,
+            op=name,
             hint="shrink() gives a communicator of the ranks, without aggregators",
         )
 
-    def _plan(self, call: PreparedOp) -> Candidate:
-        nbytes = call.request.count * call.request.dtype.itemsize
-        if self._lines is None:
+    def _plan(self, request: PlanRequest, form: int) -> Candidate:
+        nbytes = request.count * request.dtype.itemsize
+        lines = self._lines.get(request.collective)
+        if lines is None:
             time, reason = 0.0, "aggregators were requested (MIRACCL_AGGREGATION=always)"
         else:
-            time, other = (line.predict_us(nbytes) for line in self._lines)
+            other, time = (lines[number].predict_us(nbytes) for number in (0, form + 1))
             reason = f"{other / time:.2f} times faster than without aggregators, by measurement"
         return Candidate(
-            algo="star",
+            algo=self._runs.forms(request.collective)[form].name,
             proto="simple",
             channels=1,
             predicted_us=time,
             chosen=True,
             reason=reason,
-            transports=f"{self._star.aggregators} aggregators",
+            transports=f"{self._runs.aggregators} aggregators",
         )
+
+    def abort(self, reason: str) -> None:
+        """End the communicator with the aggregators."""
+        self._wide.abort(reason)
 
     def close(self) -> None:
         """Leave the communicator with the aggregators, which end when all ranks have left."""
@@ -211,7 +282,7 @@ def serve(core: CommunicatorCore, aggregators: int, on_sum: Callable[[int], None
 
     ``on_sum`` is called with the bytes of each sum. Raises the error of a rank that died.
     """
-    runs = StarRuns(core, aggregators)
+    runs = AggregatorRuns(core, aggregators)
     words = np.zeros(COMMAND_WORDS, np.int64)
     memory = core.reader.view(words, "command", NAME, None, True)
     nothing = np.zeros(1, np.int64)
@@ -224,7 +295,8 @@ def serve(core: CommunicatorCore, aggregators: int, on_sum: Callable[[int], None
                 return
             raise
         count, dtype, op = int(words[0]), DType(int(words[1])), RedOp(int(words[2]))
-        run = runs.run_for(count, dtype, op)
+        collective, form = Collective(int(words[3])), int(words[4])
+        run = runs.run_for(collective, form, count, dtype, op)
         core.check_result(core.context.launch(run.address, address, address, 0), NAME)
         on_sum(count * dtype.itemsize)
 

@@ -13,10 +13,10 @@ from miraccl.ops.arguments import reject_stream
 from miraccl.ops.check import check_transfers
 from miraccl.ops.device_arrays import current_ordinal, device_ordinal, is_gpu_array
 from miraccl.ops.prepare import PreparedOp, barrier, prepare
-from miraccl.ops.spec import ALL_REDUCE, BARRIER, OpSpec
+from miraccl.ops.spec import BARRIER, OpSpec
 from miraccl.ops.stream_handles import library_stream_getter
 from miraccl.runtime import group as groups
-from miraccl.runtime.aggregation import Aggregation
+from miraccl.runtime.aggregation import AGGREGATED, Aggregation
 from miraccl.runtime.control import GPU_SETUP
 from miraccl.runtime.gpu.call_context import CallContext
 from miraccl.runtime.persistent import Persistent
@@ -181,19 +181,19 @@ class Dispatcher:
             return self._exchange(spec, args, async_op)
         call = barrier() if spec is BARRIER else prepare(spec, self._core.reader, args)
         group = self._open_group(name, async_op)
-        if self._aggregation is not None and spec is ALL_REDUCE and group is None:
-            return self._core.execute(lambda: self._reduce_or_aggregate(call), name, async_op)
+        if self._aggregation is not None and spec in AGGREGATED and group is None:
+            return self._core.execute(lambda: self._run_or_aggregate(spec, call), name, async_op)
         if group is not None:
             group.run(lambda: self._core.run(call, name))
             return call.result
         return self._core.submit(call, name) if async_op else self._core.run(call, name)
 
-    def _reduce_or_aggregate(self, call: PreparedOp) -> Any:
-        """Run an all_reduce through the aggregators if that is predicted to be faster."""
+    def _run_or_aggregate(self, spec: OpSpec, call: PreparedOp) -> Any:
+        """Run an operation through the aggregators if that is predicted to be faster."""
         assert self._aggregation is not None
-        if self._aggregation.accepts(call):
-            return self._aggregation.run(call)
-        return self._core.run_now(call, self._core.plan(call), ALL_REDUCE.name)
+        if self._aggregation.accepts(spec, call):
+            return self._aggregation.run(call, spec.name)
+        return self._core.run_now(call, self._core.plan(call), spec.name)
 
     def _exchange(self, spec: OpSpec, args: tuple[Any, ...], async_op: bool) -> Any:
         """Run a send, a receive or both on CPU memory."""

@@ -9,6 +9,8 @@ NCCL's CollNet.
 schedule      aggregators                           blocks per rank     latency steps
 ============= ===================================== =================== =============
 star          a, each for a share of the block      1 up, 1 down        2
+star_scatter  a, reduce_scatter of n blocks         n up, 1 down        2
+star_gather   a, all_gather of n blocks             1 up, n - 1 down    2
 two_level     one per group of ranks and a root     1 up, 1 down        4
 rail_trees    one per local rank, over the hosts    (2 L - 1) / L       4
 ============= ===================================== =================== =============
@@ -19,12 +21,12 @@ before it waits for the first sum: its link carries data both ways at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 from miraccl.errors import InvalidUsage
 from miraccl.schedule.ir import Schedule, Step
-from miraccl.schedule.steps import inp, out, recv, recv_reduce_all, scratch, send
+from miraccl.schedule.steps import copy, inp, out, recv, recv_reduce_all, scratch, send
 from miraccl.types import Collective
 
 #: slices of the share of an aggregator, and slices in flight between it and a rank
@@ -32,11 +34,16 @@ SLICES, AHEAD = 16, 4
 
 
 def _schedule(
-    name: str, nranks: int, programs: Sequence[Iterator[Step]], parts: int, scratch_chunks: int
+    name: str,
+    nranks: int,
+    programs: Sequence[Iterator[Step]],
+    parts: int,
+    scratch_chunks: int,
+    collective: Collective = Collective.ALL_REDUCE,
 ) -> Schedule:
     return Schedule(
         name=name,
-        collective=Collective.ALL_REDUCE,
+        collective=collective,
         nranks=nranks,
         aggregators=len(programs) - nranks,
         parts=parts,
@@ -79,6 +86,67 @@ def star(nranks: int, aggregators: int = 1, slices: int = SLICES) -> Schedule:
     programs = [_exchange(parts, server, AHEAD * aggregators) for _ in range(nranks)]
     programs += [aggregator(number) for number in range(aggregators)]
     return _schedule("star", nranks, programs, parts, parts)
+
+
+@lru_cache(maxsize=64)
+def star_scatter(nranks: int, aggregators: int = 1, slices: int = SLICES) -> Schedule:
+    """Return a reduce_scatter in which each aggregator adds a share of every block."""
+    _check(nranks, aggregators, slices)
+    parts, ahead = aggregators * slices, AHEAD * aggregators * nranks
+    items = [(part, block) for part in range(parts) for block in range(nranks)]
+
+    def rank_steps(rank: int) -> Iterator[Step]:
+        for number in range(len(items) + ahead):
+            if number < len(items):
+                part, block = items[number]
+                yield send(inp(block * parts + part), nranks + part % aggregators)
+            if number >= ahead and items[number - ahead][1] == rank:
+                part = items[number - ahead][0]
+                yield recv(out(part), nranks + part % aggregators)
+
+    def aggregator(number: int) -> Iterator[Step]:
+        for part in range(number, parts, aggregators):
+            for block in range(nranks):
+                yield recv_reduce_all(None, scratch(part), range(nranks))
+                yield send(scratch(part), block)
+
+    programs = [rank_steps(rank) for rank in range(nranks)]
+    programs += [aggregator(number) for number in range(aggregators)]
+    return _schedule(
+        "star_scatter", nranks, programs, parts, parts, collective=Collective.REDUCE_SCATTER
+    )
+
+
+@lru_cache(maxsize=64)
+def star_gather(nranks: int, aggregators: int = 1, slices: int = SLICES) -> Schedule:
+    """Return an all_gather in which each aggregator passes on a share of every block."""
+    _check(nranks, aggregators, slices)
+    parts, ahead = aggregators * slices, AHEAD * aggregators
+
+    def rank_steps(rank: int) -> Iterator[Step]:
+        for part in range(parts + ahead):
+            if part < parts:
+                yield send(inp(part), nranks + part % aggregators)
+                yield copy(inp(part), out(rank * parts + part))
+            if part >= ahead:
+                done = part - ahead
+                for block in range(nranks):
+                    if block != rank:
+                        yield recv(out(block * parts + done), nranks + done % aggregators)
+
+    def aggregator(number: int) -> Iterator[Step]:
+        for part in range(number, parts, aggregators):
+            for block in range(nranks):
+                yield recv(scratch(part), block)
+                for rank in range(nranks):
+                    if rank != block:
+                        yield send(scratch(part), rank)
+
+    programs = [rank_steps(rank) for rank in range(nranks)]
+    programs += [aggregator(number) for number in range(aggregators)]
+    return _schedule(
+        "star_gather", nranks, programs, parts, parts, collective=Collective.ALL_GATHER
+    )
 
 
 @lru_cache(maxsize=64)
@@ -147,3 +215,30 @@ def rail_trees(hosts: int, local: int) -> Schedule:
     programs = [rank_steps(rank) for rank in range(nranks)]
     programs += [aggregator(rail) for rail in range(local)]
     return _schedule("rail_trees", nranks, programs, local, local)
+
+
+#: form of each collective that any number of aggregators runs
+STARS: dict[Collective, Callable[[int, int], Schedule]] = {
+    Collective.ALL_REDUCE: star,
+    Collective.REDUCE_SCATTER: star_scatter,
+    Collective.ALL_GATHER: star_gather,
+}
+
+
+def forms(
+    collective: Collective, nranks: int, aggregators: int, hosts: int = 1
+) -> tuple[Schedule, ...]:
+    """Return the schedules of a collective that use all of ``aggregators``, the star first.
+
+    Args:
+        hosts: Hosts of the ranks, each with the ranks of one range of equal length; 1 if they are
+            not.
+    """
+    found = [STARS[collective](nranks, aggregators)]
+    if collective is Collective.ALL_REDUCE:
+        group = -(-nranks // max(1, aggregators - 1))
+        if group > 1 and -(-nranks // group) == aggregators - 1 > 1:
+            found.append(two_level(nranks, group))
+        if hosts > 1 and nranks == hosts * aggregators:
+            found.append(rail_trees(hosts, aggregators))
+    return tuple(found)
