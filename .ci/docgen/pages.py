@@ -104,9 +104,9 @@ def _call(name: str) -> str:
 
 def operations_table() -> str:
     """Return every collective with its result, from ``miraccl.ops.spec``."""
-    from miraccl.ops.spec import OPS
+    from miraccl.ops.spec import COMPOSED_OPS, OPS
 
-    rows = [f"| {_call(spec.name)} | {spec.summary} |" for spec in OPS.values()]
+    rows = [f"| {_call(spec.name)} | {spec.summary} |" for spec in (OPS | COMPOSED_OPS).values()]
     return "\n".join(["| Call | Result |", "|---|---|", *rows])
 
 

@@ -179,4 +179,14 @@ def refused() -> list[str]:
                 comm.all_reduce_sparse(x)
         except MiracclError as error:
             found.append(str(error))
+        try:
+            comm.all_reduce_sparse(x, out=np.zeros(7, np.float32))
+        except MiracclError as error:
+            found.append(str(error))
+        rows, dense = comm.explain("all_reduce_sparse", 64 << 20, density=0.001, block=256)
+        assert rows.chosen
+        assert rows.algo == "sparse_two_shot"
+        assert 0 < rows.break_even <= 1
+        assert dense.predicted_us > rows.predicted_us
+        assert comm.explain("all_reduce_sparse", 64 << 20, density=1.0)[0].algo == dense.algo
     return found

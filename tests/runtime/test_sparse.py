@@ -68,7 +68,8 @@ def test_refused_coo() -> None:
 
 def test_refused_arguments() -> None:
     for found in run_ranks(sparse_ranks.refused, 2):
-        assert len(found) == 5
+        assert len(found) == 6
+        assert found[5].startswith("all_reduce_sparse: out has 7 elements"), found[5]
         assert "block is 0; allowed are 1 to" in found[0]
         assert "density is 1.5; allowed are 0.0 to 1.0" in found[3]
         assert "inside a group" in found[4]

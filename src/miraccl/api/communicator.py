@@ -19,6 +19,7 @@ from miraccl.api.uneven import UnevenCollectives
 from miraccl.deadline import Deadline
 from miraccl.diagnosis import blocked_ops
 from miraccl.errors import InvalidUsage, MiracclError
+from miraccl.ops.spec import ALL_REDUCE_SPARSE
 from miraccl.runtime.aggregation import Aggregation, serve
 from miraccl.runtime.control import FINALIZE
 from miraccl.runtime.core import CommunicatorCore
@@ -260,6 +261,8 @@ class Communicator(
         op: Operator = ...,
         *,
         device: Literal["cpu"] = ...,
+        density: float = ...,
+        block: int = ...,
     ) -> list[Candidate]: ...
 
     @overload
@@ -271,6 +274,8 @@ class Communicator(
         op: Operator = ...,
         *,
         device: Any,
+        density: float = ...,
+        block: int = ...,
     ) -> list[Candidate] | list[DeviceCandidate]: ...
 
     def explain(
@@ -281,23 +286,34 @@ class Communicator(
         op: Operator = SUM,
         *,
         device: Any = "cpu",
+        density: float = 0.01,
+        block: int = 256,
     ) -> list[Candidate] | list[DeviceCandidate]:
         """Return all algorithms for ``collective`` on a buffer of ``nbytes``, the chosen one first.
 
         Args:
-            collective: A ``Collective`` or its name, such as ``"all_reduce"``.
+            collective: A ``Collective`` or its name, such as ``"all_reduce"``, or
+                ``"all_reduce_sparse"``.
             nbytes: Bytes of the larger of the whole input and output.
             dtype: Element type.
             op: Reduction operator.
             device: ``"cpu"``, ``"cuda"`` or ``"cuda:<number>"``. The first call that names a GPU is
                 collective.
+            density, block: Of ``all_reduce_sparse``, as for ``explain_sparse``.
 
         Returns:
-            ``Candidate`` records with predicted times; ``DeviceCandidate`` records for a GPU.
+            ``Candidate`` records with predicted times; ``DeviceCandidate`` records for a GPU;
+            ``SparseCandidate`` records, with the break-even density, for ``all_reduce_sparse``.
 
         Raises:
             InvalidUsage: An argument is not allowed.
         """
+        if collective == ALL_REDUCE_SPARSE.name:
+            if str(device) != "cpu":
+                raise InvalidUsage(
+                    f"explain: {collective} on device {device!r}; allowed is CPU memory"
+                )
+            return list(self.explain_sparse(nbytes, dtype, density=density, block=block))
         kind, block_bytes, element = self._core.parse_explain_request(collective, nbytes, dtype)
         if str(device) == "cpu":
             transports = self._core.describe_transports()

@@ -7,12 +7,12 @@ from typing import Any, Literal, TypeVar, overload
 
 from miraccl.errors import InvalidUsage
 from miraccl.ops.device_arrays import is_gpu_array
+from miraccl.ops.spec import ALL_REDUCE_COO, ALL_REDUCE_SPARSE, OpSpec
 from miraccl.planning.sparse_planner import SparseCandidate
 from miraccl.runtime import group as groups
-from miraccl.runtime.coo import NAME as COO_NAME
 from miraccl.runtime.coo import CooReducer
 from miraccl.runtime.dispatch import Dispatcher
-from miraccl.runtime.sparse import NAME, SparseReducer
+from miraccl.runtime.sparse import SparseReducer
 from miraccl.runtime.work import Work
 from miraccl.types import Operator, RedOp
 
@@ -84,8 +84,9 @@ class SparseCollectives(Dispatcher):
             CollectiveTimeout, PeerDied, CommunicatorAborted: The operation failed; the communicator
                 is broken.
         """
-        self._check_sparse_call(NAME, (x, out))
-        return self._sparse().reduce((x, out, op), block, density, async_op)
+        args = (x, op, out, block, density)
+        self._check_sparse_call(ALL_REDUCE_SPARSE, args)
+        return self._sparse().reduce(args, async_op)
 
     def all_reduce_coo(
         self, indices: Any, values: Any, size: int, *, async_op: bool = False
@@ -112,22 +113,23 @@ class SparseCollectives(Dispatcher):
             CollectiveTimeout, PeerDied, CommunicatorAborted: The operation failed; the communicator
                 is broken.
         """
-        self._check_sparse_call(COO_NAME, (indices, values))
+        self._check_sparse_call(ALL_REDUCE_COO, (indices, values, size))
         if self._coo_reducer is None:
             self._coo_reducer = CooReducer(self._core)
         return self._coo_reducer.reduce(indices, values, size, async_op)
 
-    def _check_sparse_call(self, name: str, arrays: Sequence[Any]) -> None:
-        for array in arrays:
+    def _check_sparse_call(self, spec: OpSpec, args: Sequence[Any]) -> None:
+        for array in (args[position] for position in spec.array_positions):
             if array is not None and is_gpu_array(array):
                 raise InvalidUsage(
-                    f"cannot run {name}: an array is in GPU memory; allowed is CPU memory",
+                    f"cannot run {spec.name}: an array is in GPU memory; allowed is CPU memory",
                     rank=self.rank,
                     hint="all_reduce takes GPU memory",
                 )
         if groups.current() is not None:
             raise InvalidUsage(
-                f"cannot run {name} inside a group: it is more than one operation", rank=self.rank
+                f"cannot run {spec.name} inside a group: it is more than one operation",
+                rank=self.rank,
             )
 
     def explain_sparse(

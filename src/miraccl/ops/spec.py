@@ -45,6 +45,7 @@ class FastForm(enum.Enum):
     UNEVEN_REDUCE = "uneven_reduce"  # (x, out, op, options, counts)
     MESSAGE = "send_recv"  # (x, peer, options)
     MESSAGE_PAIR = "sendrecv"  # (x, dst, out, src, options)
+    NONE = "none"  # several runs, whose order Python decides
 
 
 class Writers(enum.IntEnum):
@@ -114,7 +115,9 @@ class OpSpec:
             "root_at": position("root"),
             "op_at": position("op"),
             "array_positions": tuple(
-                i for i, name in enumerate(self.arguments) if name in ("x", "out")
+                i
+                for i, name in enumerate(self.arguments)
+                if name in ("x", "out", "indices", "values")
             ),
             "one_input": one_input,
             "one_output": one_output,
@@ -122,7 +125,7 @@ class OpSpec:
             "result_on_root": self.root is Root.HAS_RESULT,
             "defaults_to_x": defaults_to_x,
             "x_writers": writers.get(self.root, Writers.OTHERS) if defaults_to_x else Writers.NONE,
-            "_fast_order": operator.itemgetter(*map(known.index, self.fast_arguments)),
+            "_fast_order": operator.itemgetter(*map(known.index, self.fast_arguments or (0,))),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -337,8 +340,26 @@ SENDRECV = OpSpec(
     fast_arguments=("x", "dst", "out", "src", "async_op", "stream"),
     summary="`x` to rank `dst`, and a message of rank `src` in `out`",
 )
+ALL_REDUCE_SPARSE = OpSpec(
+    name="all_reduce_sparse",
+    collective=Collective.ALL_REDUCE,
+    arguments=("x", "op", "out", "block", "density"),
+    fast_form=FastForm.NONE,
+    fast_arguments=(),
+    summary="the reduction of arrays in which most blocks are zero, in `x` or `out`",
+)
+ALL_REDUCE_COO = OpSpec(
+    name="all_reduce_coo",
+    collective=Collective.ALL_REDUCE,
+    arguments=("indices", "values", "size"),
+    fast_form=FastForm.NONE,
+    fast_arguments=(),
+    summary="the union of rows named by indices, and their sums, as new arrays",
+)
+#: Operations on CPU memory that are compositions of several runs, by name.
+COMPOSED_OPS: dict[str, OpSpec] = {spec.name: spec for spec in (ALL_REDUCE_SPARSE, ALL_REDUCE_COO)}
 
-#: All operations, by name.
+#: Operations of one run, by name.
 OPS: dict[str, OpSpec] = {
     spec.name: spec
     for spec in (

@@ -27,7 +27,7 @@ from miraccl.types import DType
 if TYPE_CHECKING:
     from miraccl.runtime.core import CommunicatorCore
 
-NAME = "all_reduce_coo"
+NAME = spec.ALL_REDUCE_COO.name
 MAX_SIZE = 1 << 62
 #: Words that ranks compare before they exchange rows.
 AGREED = ("size", "elements per row", "dtype", "dtype of indices")

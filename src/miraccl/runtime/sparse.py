@@ -18,6 +18,7 @@ from miraccl.executor.cpu import row_lists
 from miraccl.executor.cpu.lower import Run, Words
 from miraccl.native.hashing import mix
 from miraccl.ops import spec
+from miraccl.ops.host_arrays import HostReader
 from miraccl.ops.prepare import PreparedOp, prepare
 from miraccl.planning.planner import Candidate
 from miraccl.planning.sparse_planner import (
@@ -34,7 +35,8 @@ from miraccl.types import DType, RedOp
 if TYPE_CHECKING:
     from miraccl.runtime.core import CommunicatorCore
 
-NAME = "all_reduce_sparse"
+SPEC = spec.ALL_REDUCE_SPARSE
+NAME = SPEC.name
 #: Words that ranks compare before they scan.
 AGREED = ("count", "dtype", "operator", "block", "density")
 HEADER_WORDS = len(AGREED) + 2  # then: in window memory, sampled rows
@@ -72,9 +74,24 @@ class SparseCall:
         return self.count * self.dtype.itemsize
 
 
-def check_options(block: Any, density: Any, itemsize: int, slot_bytes: int) -> tuple[int, Any]:
+def check(reader: HostReader, args: Sequence[Any], slot_bytes: int) -> SparseCall:
+    """Check the arguments, in the order of the operation's spec.
+
+    Raises:
+        InvalidUsage: An argument is not allowed; nothing was sent.
+    """
+    dense = prepare(SPEC, reader, args)
+    size, share = check_options(
+        SPEC.get(args, "block"), SPEC.get(args, "density"), dense.request.dtype, slot_bytes
+    )
+    return SparseCall(dense=dense, block=size, density=share)
+
+
+def check_options(
+    block: Any, density: Any, dtype: DType, slot_bytes: int
+) -> tuple[int, float | None]:
     """Return (elements of a block or 0, density or None); raise ``InvalidUsage`` if not allowed."""
-    most = slot_bytes // itemsize
+    most = slot_bytes // dtype.itemsize
     if block is not None and (
         isinstance(block, bool) or not isinstance(block, int | np.integer) or not 1 <= block <= most
     ):
@@ -100,15 +117,11 @@ class SparseReducer:
         self._runs: dict[tuple[DType, RedOp], Run] = {}
         self._dense_runs: dict[Any, Run] = {}
 
-    def reduce(self, args: Sequence[Any], block: Any, density: Any, async_op: bool) -> Any:
-        """Check the arguments (x, out, op) and run the operation."""
+    def reduce(self, args: Sequence[Any], async_op: bool) -> Any:
+        """Check the arguments, in the order of the spec, and run the operation."""
         core = self._core
         core.check(0, NAME)
-        dense = prepare(spec.ALL_REDUCE, core.reader, args)
-        size, share = check_options(
-            block, density, dense.request.dtype.itemsize, core.planner.slot_bytes
-        )
-        call = SparseCall(dense=dense, block=size, density=share)
+        call = check(core.reader, args, core.planner.slot_bytes)
         return core.execute(lambda: self._reduce(call), NAME, async_op)
 
     def _reduce(self, call: SparseCall) -> Any:
@@ -150,7 +163,7 @@ class SparseReducer:
         """Check the arguments of ``explain_sparse`` and return its candidates."""
         core = self._core
         _, nbytes, element = core.parse_explain_request("all_reduce", nbytes, dtype)
-        size, share = check_options(block, density, element.itemsize, core.planner.slot_bytes)
+        size, share = check_options(block, density, element, core.planner.slot_bytes)
         return self.model.explain(nbytes, element, share or 0.0, size * element.itemsize, in_window)
 
     # ---- agreement
