@@ -51,7 +51,7 @@ def test_lists() -> None:
     rng = np.random.default_rng(5)
     for _ in range(60):
         nranks, rows = int(rng.integers(1, 6)), int(rng.integers(1, 300))
-        schedule = row_schedules.build(nranks)
+        schedule = row_schedules.build(nranks, int(rng.choice([1, 4])))
         bits = rng.random((nranks, rows)) < rng.random()
         found = row_lists.select(
             schedule,

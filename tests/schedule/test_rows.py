@@ -22,14 +22,30 @@ def test_built_for_every_number_of_ranks() -> None:
         verify(schedule, rank_ordered=True)
         verify(schedule, in_place=True, rank_ordered=True)
         assert parse(dump(schedule)) == schedule
+    for nranks, segments in ((1, 4), (2, 16), (3, 4), (8, 16), (32, 4)):
+        schedule = row_schedules.build(nranks, segments)
+        verify(schedule, rank_ordered=True)
+        verify(schedule, in_place=True, rank_ordered=True)
+        assert schedule.parts == (nranks * segments if nranks > 1 else 1)
 
 
-@pytest.mark.parametrize("algo", ["one_shot", "two_shot"])
+def test_segments_of_a_sum() -> None:
+    kib = 1 << 10
+    assert row_schedules.count_segments(2, 100 * kib) == 1
+    assert row_schedules.count_segments(2, 4 * 2 * 32 * kib) == 4
+    assert row_schedules.count_segments(2, 1 << 30) == 16
+    assert row_schedules.count_segments(32, 1 << 30) == 4
+    assert row_schedules.count_segments(64, 1 << 30) == 1
+
+
+@pytest.mark.parametrize("algo", ["one_shot", "two_shot", "overlapped"])
 def test_sum_of_rows(algo: str) -> None:
     rng = np.random.default_rng(3)
     for nranks in (1, 2, 3, 5):
-        dense = catalog.build(algo, Collective.ALL_REDUCE, nranks)
-        schedule = by_rows(dense, "rows")
+        if algo == "overlapped":
+            schedule = row_schedules.build(nranks, 4)
+        else:
+            schedule = by_rows(catalog.build(algo, Collective.ALL_REDUCE, nranks), "rows")
         count, row = 211, 7
         bitmaps = rng.random((nranks, -(-count // row))) < 0.4
         masks = np.repeat(bitmaps, row, axis=1)[:, :count]

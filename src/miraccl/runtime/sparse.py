@@ -114,7 +114,7 @@ class SparseReducer:
     def __init__(self, core: CommunicatorCore) -> None:
         self._core = core
         self.model = SparseModel(core.planner)
-        self._runs: dict[tuple[DType, RedOp], Run] = {}
+        self._runs: dict[tuple[int, DType, RedOp], Run] = {}
         self._dense_runs: dict[Any, Run] = {}
 
     def reduce(self, args: Sequence[Any], async_op: bool) -> Any:
@@ -265,12 +265,13 @@ class SparseReducer:
         predicted: float,
     ) -> Any:
         core = self._core
-        schedule = row_schedules.build(core.nranks)
-        key = (call.dtype, call.op)
+        segments = row_schedules.count_segments(core.nranks, counts.union * counts.row_bytes)
+        schedule = row_schedules.build(core.nranks, segments)
+        key = (segments, call.dtype, call.op)
         if key not in self._runs:
             if len(self._runs) >= MAX_RUNS:
                 self._runs.clear()
-            self._runs[key] = core.planner.make_row_run(schedule, *key)
+            self._runs[key] = core.planner.make_row_run(schedule, call.dtype, call.op)
         run = self._runs[key]
         run.set_rows(
             row_lists.select(
