@@ -17,7 +17,7 @@ def test_sums(aggregators: int, per_host: str) -> None:
     results = run_ranks(aggregator_ranks.sums, 2 + aggregators, bool(per_host), env=env)
     assert results[:2] == [("star", True, [0, 1], 2)] * 2
     for served in results[2:]:
-        assert len(served) == 10
+        assert len(served) == 11
         assert max(served) == 4 * 100_003
 
 
