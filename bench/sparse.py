@@ -160,8 +160,8 @@ def measure_aggregators(options: dict[str, Any]) -> dict[str, Any]:
 
     call = prepare(spec.ALL_REDUCE, comm._core.reader, (x, None, _miraccl().SUM))
     plan = comm._core.planner.make_run(call.request)
-    chosen = aggregation.accepts(call)
-    through, direct = aggregation.lines()
+    chosen = aggregation.accepts(spec.ALL_REDUCE, call)
+    direct, through = aggregation.lines()[:2]
 
     def reset() -> None:
         x[:] = 1
@@ -170,7 +170,7 @@ def measure_aggregators(options: dict[str, Any]) -> dict[str, Any]:
         comm,
         {
             "without": (reset, lambda: comm._core.run_now(call, plan, "all_reduce")),
-            "star": (reset, lambda: aggregation.run(call)),
+            "star": (reset, lambda: aggregation.run(call, "all_reduce")),
         },
         options["repeats"],
     )
