@@ -1,6 +1,8 @@
 """CollNet table of the exported plugin.
 
-miraccl's transports move data and do not reduce in the network, so the table says so: ``devices``
+With ``MIRACCL_SWITCH`` the table has a device: software switches reduce (``collnet_switch``).
+
+Without it, miraccl's transports move data and do not reduce, so the table says so: ``devices``
 returns 0, with which NCCL uses no CollNet algorithm and no other entry, and ``reduceSupport``
 returns 0 for every type. Entries that nobody may call then fail with ``ncclSystemError`` and write
 no result.
@@ -12,9 +14,11 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-from miraccl import trace
+from miraccl import params, trace
 from miraccl.native import nccl_collnet_abi
 from miraccl.native.nccl_net_abi import Result
+from miraccl.nccl_plugin.callbacks import guarded
+from miraccl.nccl_plugin.collnet_switch import SwitchFunctions
 from miraccl.transport.fifo import memory_at
 
 log = trace.logger("nccl_plugin")
@@ -26,6 +30,7 @@ class CollNetEntries:
     """Addresses of the functions of the CollNet tables; keep it while NCCL may call them."""
 
     def __init__(self) -> None:
+        self._switch = SwitchFunctions() if params.SWITCH.read() else None
         self._kept: dict[tuple[str, int], Any] = {}
 
     def address(self, entry: str, version: int) -> int:
@@ -40,6 +45,8 @@ class CollNetEntries:
         return ctypes.cast(kept, ctypes.c_void_p).value or 0
 
     def _function(self, entry: str, version: int) -> Callable[..., int]:
+        if self._switch is not None:
+            return guarded(entry, self._switch.function(entry, version))
         match entry:
             case "init":
                 return _init_context if version >= 11 else _succeed

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from miraccl import native, trace
-from miraccl.errors import InvalidUsage, MiracclError, as_system_failure
+from miraccl.errors import InvalidUsage, as_system_failure
 from miraccl.native import elf, nccl_collnet_abi, nccl_net_abi
-from miraccl.native.nccl_net_abi import HANDLE_BYTES, PTR_HOST, UNDEFINED_ID, Result
+from miraccl.native.nccl_net_abi import HANDLE_BYTES, PTR_HOST, UNDEFINED_ID
+from miraccl.nccl_plugin.callbacks import guarded, store_word
 from miraccl.nccl_plugin.collnet import CollNetEntries
 from miraccl.nccl_plugin.endpoint import PENDING_OFFSET, PluginEndpoint
 from miraccl.transport.fifo import memory_at
@@ -163,7 +164,7 @@ class _Callbacks:
         function, nargs = self._function(entry, version)
         # Every C argument of these entries is an integer or a pointer in a register of its own.
         kept = self._kept[entry, version] = ctypes.CFUNCTYPE(ctypes.c_int, *[_INT64] * nargs)(
-            _guarded(entry, function)
+            guarded(entry, function)
         )
         return ctypes.cast(kept, ctypes.c_void_p).value or 0
 
@@ -203,7 +204,7 @@ class _Callbacks:
         return lambda dev, handle, comm, device: self._connect(dev, handle, comm)
 
     def _init(self, context: int, *_: int) -> None:
-        _store(context, 1)
+        store_word(context, 1)
 
     def _devices(self, count: int) -> None:
         memory_at(count, 4)[:] = (1).to_bytes(4, "little")
@@ -242,45 +243,26 @@ class _Callbacks:
     def _listen(self, dev: int, handle: int, comm: int) -> None:
         data, number = self._endpoint.listen()
         memory_at(handle, HANDLE_BYTES)[:] = data
-        _store(comm, number)
+        store_word(comm, number)
 
     def _connect(self, dev: int, handle: int, comm: int) -> None:
         """Begin or continue an attempt, whose number the handle keeps between the calls."""
         pending = handle + PENDING_OFFSET
-        _store(comm, 0)
+        store_word(comm, 0)
         number = int.from_bytes(memory_at(pending, 8), "little")
         if number == 0:
-            _store(pending, self._endpoint.start_connect(bytes(memory_at(handle, HANDLE_BYTES))))
+            store_word(
+                pending, self._endpoint.start_connect(bytes(memory_at(handle, HANDLE_BYTES)))
+            )
             return
         connection = self._endpoint.poll_connect(number)
         if connection:
-            _store(comm, connection.address)
+            store_word(comm, connection.address)
 
     def _accept(self, listening: int, comm: int, device: int) -> None:
         connection = self._endpoint.poll_accept(listening)
-        _store(comm, connection.address if connection else 0)
+        store_word(comm, connection.address if connection else 0)
 
 
 def _nothing(*_: int) -> None:
     pass
-
-
-def _store(address: int, value: int) -> None:
-    memory_at(address, 8)[:] = value.to_bytes(8, "little")
-
-
-def _guarded(entry: str, function: Callable[..., None]) -> Callable[..., int]:
-    """Return ``function`` with results instead of exceptions, which C code cannot catch."""
-
-    def call(*args: int) -> int:
-        try:
-            function(*args)
-        except MiracclError as error:
-            log.warning("%s failed: %s", entry, error)
-            return Result.SYSTEM_ERROR
-        except Exception:
-            log.exception("%s failed", entry)
-            return Result.INTERNAL_ERROR
-        return Result.SUCCESS
-
-    return call
