@@ -12,6 +12,8 @@ import pytest
 from miraccl.errors import MiracclError, MissingDependency
 from miraccl.executor.cuda import layout, toolkit
 from miraccl.executor.cuda.message_lowering import WarpQueueRules
+from miraccl.executor.cuda.row_lowering import RowKernel
+from miraccl.executor.cuda.row_lowering import kernel_spec as row_kernel
 from miraccl.executor.cuda.source import (
     FAMILIES,
     PACKET_MODES,
@@ -115,6 +117,7 @@ def representative_specs() -> list[KernelSpec]:
         for dtype, frame in ((DType.BFLOAT16, Framing.WORD), FRAMES[-1])
     ]
     found.append(KernelSpec(family="steps", nranks=2, dtype=DType.BFLOAT16, op=RedOp.AVG))
+    found += [row_kernel(kernel, 4, DType.BFLOAT16, RedOp.AVG) for kernel in RowKernel]
     found.append(KernelSpec(family="scale", nranks=2, dtype=DType.BFLOAT16, op=RedOp.PREMUL_SUM))
     found.append(
         KernelSpec(family="device_barrier", nranks=4, dtype=DType.UINT8, reduces=False, threads=32)

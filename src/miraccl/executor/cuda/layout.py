@@ -274,3 +274,12 @@ def message_defines(nranks: int, frame: str) -> dict[str, int]:
 
 def _named(names: str) -> dict[str, int]:
     return {name: int(globals()[name]) for name in names.split()}
+
+
+#: Words of ``RowArgs`` (source/rows.cuh) before its arrays of a word per rank, and those arrays.
+ROW_ARGS_WORDS, ROW_ARGS_ARRAYS = 10, 3
+
+
+def row_args_bytes(nranks: int) -> int:
+    """Return the size of the argument of kernels on rows."""
+    return 8 * (ROW_ARGS_WORDS + ROW_ARGS_ARRAYS * nranks)

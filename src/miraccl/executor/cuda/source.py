@@ -23,6 +23,11 @@ FAMILIES = {
     "bulk": ("p2p", ("p2p.cuh", "bulk.cuh")),
     "device_barrier": ("device_barrier", ("packets.cuh", "device_barrier.cuh")),
     "scale": ("scale", ("scale.cuh",)),
+    "row_scan": ("row_scan", ("rows.cuh",)),
+    "row_list": ("row_list", ("rows.cuh",)),
+    "row_gather": ("row_gather", ("rows.cuh",)),
+    "row_scatter": ("row_scatter", ("rows.cuh",)),
+    "row_fold": ("row_fold", ("rows.cuh",)),
 }
 CHAIN = ("acks.cuh", "chain.cuh")
 TREE = ("acks.cuh", "tree.cuh")
@@ -81,8 +86,9 @@ class KernelSpec:
 
     Attributes:
         family: ``packets``, ``steps`` (protocol Simple, any schedule), ``p2p`` (messages), ``bulk``
-            (messages, some of them large), ``device_barrier`` (around the work of copy engines) or
-            ``scale`` (a single rank's pre-multiplied sum, compiled for two ranks).
+            (messages, some of them large), ``device_barrier`` (around the work of copy engines),
+            ``scale`` (a single rank's pre-multiplied sum, compiled for two ranks), or ``row_*``
+            (rows of sparse sums, ``row_lowering``).
         mode: Of ``packets``: one of ``PACKET_MODES``.
         frame: Framing of packets or rows.
         threads: Threads of a block.
@@ -218,6 +224,9 @@ def write_source(spec: KernelSpec, arch: int, machine: str | None = None) -> str
             "BULK": int(spec.family == "bulk"),
             "CAPACITY_BYTES": spec.capacity,
         }
+    if spec.family.startswith("row_"):
+        constants["ROW_ARGS_BYTES"] = layout.row_args_bytes(spec.nranks)
+        constants[f"KERNEL_{spec.entry.upper()}"] = 1
     if spec.mode:
         constants[f"MODE_{spec.mode.upper()}"] = 1
     head = "".join(f"#define {name} {value}\n" for name, value in sorted(constants.items()))
