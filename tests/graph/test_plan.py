@@ -16,6 +16,7 @@ from miraccl.graph.plan_bound import bound_section
 from miraccl.graph.plan_cache import MAX_FILES, cached_document, plan_key
 from miraccl.graph.plan_explain import CURVE_SIZES, explain_plan
 from miraccl.graph.plan_json import plan_to_json
+from miraccl.graph.plan_offload import find_offloads
 from miraccl.topo.explain import PathChangeLog
 from miraccl.topo.records import NodeType, System
 from tests.graph.golden import differences, sample
@@ -267,9 +268,27 @@ def test_summary_contains_counts_and_reasons(explained: Explained) -> None:
     assert any("CollNet is not in use" in line for line in stories["Choice"])
     nvls, collnet = stories["Reduction in switches"]
     assert nvls.startswith("NVLS: ")
-    assert collnet.startswith("CollNet (SHARP): not possible: ")
+    assert collnet.startswith("CollNet (SHARP): not possible: no CollNet plugin is assumed")
     assert any("PXN" in line for line in stories["Paths"])
     assert stories["Search"]
+
+
+def test_switches_that_reduce() -> None:
+    """Each gain is the quotient of the model's best times without and with the switches."""
+    with_collnet = find_offloads(plan(H100, nodes=4, collnet=True).model)
+    without = find_offloads(plan(H100, nodes=4).model)
+    assert [one.possible for one in with_collnet] == [True, True]
+    assert [one.possible for one in without] == [True, False]
+    # NVLS between nodes goes through CollNet: it counts for both.
+    nvls, collnet = with_collnet
+    assert set(collnet.used) >= set(nvls.used) - set(without[0].used)
+    for one in with_collnet:
+        assert one.used
+        for size, slow, fast in one.gains:
+            assert (fast < slow) == (size in one.used)
+            assert f"{slow / fast:.2f} times as fast" in one.describe()
+    alone = find_offloads(plan(H100).model)
+    assert alone[1].describe() == "CollNet (SHARP): not possible: all ranks are on one node"
 
 
 def test_bound_is_compared_with_the_plan(explained: Explained) -> None:

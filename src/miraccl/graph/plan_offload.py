@@ -1,7 +1,8 @@
 """Reductions in switches, explained: whether NVLS and CollNet are possible and used, and the gain.
 
 NVLS reduces in NVSwitches (NVLink SHARP), CollNet in network switches or aggregators behind NCCL's
-CollNet plugin (SHARP). The gain compares the model's best time with and without them.
+CollNet plugin (SHARP). Between nodes, NCCL's algorithm NVLS goes through CollNet as well; only
+NVLSTree does not. The gain compares the model's best time with and without them.
 """
 
 from __future__ import annotations
@@ -55,9 +56,14 @@ class Offload:
 
 def find_offloads(model: TuningModel) -> list[Offload]:
     """Return NVLS and CollNet, in this order."""
+    between_nodes = model.inputs.nnodes > 1
     return [
         _find(model, "NVLS", lambda algo: algo.uses_nvls),
-        _find(model, "CollNet (SHARP)", lambda algo: algo.uses_collnet),
+        _find(
+            model,
+            "CollNet (SHARP)",
+            lambda algo: algo.uses_collnet or (between_nodes and algo is NcclAlgorithm.NVLS),
+        ),
     ]
 
 
@@ -106,4 +112,9 @@ def _why_not(model: TuningModel, name: str) -> str:
         return "the GPUs of a node do not share NVSwitches, or NCCL_NVLS_ENABLE=0"
     if inputs.nnodes == 1:
         return "all ranks are on one node"
+    if not inputs.collnet_enabled:
+        return (
+            "no CollNet plugin is assumed (--collnet), or NCCL_COLLNET_ENABLE=0; a software switch"
+            " is one (MIRACCL_SWITCH)"
+        )
     return ""
