@@ -56,9 +56,9 @@ def random_cases(
                 op = PreMulSum(float(common.choice([-1.0, 0.5, 0.0])))
             block = int(common.choice([1, 3, 16, 64, 100, 256]))
             count = int(common.choice([0, 1, 5, block, 40 * block - 1, 300 * block + 7]))
-            if per_host:  # smaller ones are sent whole
-                block, count = 256, (1 << 20) + 3
             density = float(common.choice([0.0, 0.01, 0.1, 0.5, 0.99, 1.0]))
+            if per_host:  # smaller or fuller ones are sent whole
+                block, count, density = 256, (1 << 20) + 3, min(density, 0.1)
             rng = np.random.default_rng([seed, int(common.integers(1 << 30)), comm.rank])
             held = 0.0 if common.random() < 0.2 and comm.rank == 0 else density
             x = sparse_input(rng, dtype, count, block, held)
@@ -75,8 +75,12 @@ def random_cases(
     return sorted(algorithms)
 
 
-def different_arguments(field: str) -> str:
-    """Return the error of ranks that pass different values of one argument."""
+def different_arguments(fields: list[str]) -> list[str]:
+    """Return the errors of ranks that pass different values of one argument, for each of them."""
+    return [_different(field) for field in fields]
+
+
+def _different(field: str) -> str:
     with miraccl.init() as comm:
         x = np.zeros(4096 + (comm.rank if field == "count" else 0), np.float32)
         if field == "dtype" and comm.rank:
@@ -146,7 +150,7 @@ def refused_coo() -> list[str]:
 def plans() -> tuple[Any, ...]:
     """Return the plans of a sparse, a dense and a window array, of an async call and of a group."""
     with miraccl.init() as comm:
-        x = np.zeros(1 << 22, np.float32)
+        x = np.zeros(1 << 22, np.float32)  # 16 MiB; rows pay for larger arrays only
         x[comm.rank * 1000] = 1
         work = comm.all_reduce_sparse(x, block=256, async_op=True)
         assert work.wait() is x

@@ -16,10 +16,10 @@ pytestmark = pytest.mark.multiprocess
 
 #: TEST_SLOW=1 runs more than ten thousand cases
 SLOW = bool(os.environ.get("TEST_SLOW"))
-CASES = 2600 if SLOW else 40
+CASES = 2600 if SLOW else 14
 
 
-@pytest.mark.parametrize("nranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("nranks", [1, 2, 3, 5] if SLOW else [1, 3])
 def test_same_bits_as_dense(nranks: int) -> None:
     timeout = 1200.0 if SLOW else 60.0
     cases = sparse_ranks.random_cases
@@ -28,15 +28,16 @@ def test_same_bits_as_dense(nranks: int) -> None:
 
 
 def test_same_bits_over_hosts() -> None:
-    used = run_ranks(sparse_ranks.random_cases, 3, 9, 6, 0, 1)
+    used = run_ranks(sparse_ranks.random_cases, 3, 9, 3, 0, 1)
     assert "sparse_two_shot" in used[0]
 
 
-@pytest.mark.parametrize("field", ["count", "dtype", "operator", "block", "density"])
-def test_arguments_differ(field: str) -> None:
-    for text in run_ranks(sparse_ranks.different_arguments, 2, field):
-        assert f"ranks passed different values of {field}" in text
-        assert "on rank 0" in text
+def test_arguments_differ() -> None:
+    fields = ["count", "dtype", "operator", "block", "density"]
+    for texts in run_ranks(sparse_ranks.different_arguments, 2, fields):
+        for field, text in zip(fields, texts, strict=True):
+            assert f"ranks passed different values of {field}" in text
+            assert "on rank 0" in text
 
 
 def test_plans() -> None:
@@ -51,7 +52,7 @@ def test_plans() -> None:
         assert not hasattr(after, "block")
 
 
-@pytest.mark.parametrize("nranks", [1, 2, 4])
+@pytest.mark.parametrize("nranks", [1, 2, 4] if SLOW else [1, 3])
 def test_coo(nranks: int) -> None:
     assert run_ranks(sparse_ranks.random_coo, nranks, nranks, CASES) == [CASES] * nranks
 
@@ -76,7 +77,7 @@ def test_refused_arguments() -> None:
 
 
 def test_perf() -> None:
-    options = ["-r", "2", "-s", "2M", "--density", "0,0.02,1", "-n", "1", "--json", "-"]
+    options = ["-r", "2", "-s", "1M", "--density", "0,0.02,1", "-n", "1", "--json", "-"]
     command = [sys.executable, "-m", "miraccl", "perf", "all_reduce_sparse", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
