@@ -1,8 +1,8 @@
 """Sums of arrays that are mostly zero, beside the dense sum, Gloo and MPI; and aggregators.
 
-    python bench/sparse.py one-host two-hosts coo --out sparse/loopback
-    python bench/sparse.py networks --hosts 4 --rate 1gbit        # root: network namespaces
-    python bench/sparse.py aggregators --hosts 4 --mib 16         # root: network namespaces
+    python bench/sparse.py one-host two-hosts coo --out sparse/MACHINE-DATE
+    python bench/sparse.py networks --rate 1gbit                  # root: network namespaces
+    python bench/sparse.py aggregators --hosts 4,8                # root: network namespaces
     python bench/sparse.py --device cuda                          # scan and list on a GPU
 
 The array has ``--mib`` MiB of float32 in blocks of 256 elements, of which ``--density`` are not
@@ -329,7 +329,9 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--density", default="0.01,0.1,1.0")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--hosts", default="4", help="numbers of hosts of aggregators")
+    parser.add_argument("--aggregator-mib", type=int, default=16)
+    parser.add_argument("--sparse-density", default="0.01", help="densities of networks and coo")
     parser.add_argument("--rate", default="1gbit", help="link of a host, for tc")
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks of coo")
     parser.add_argument("--mpi", action="store_true", help="one-host: mpi4py beside it, by mpirun")
@@ -342,8 +344,10 @@ def main() -> None:
         gpu_scan()
     densities = [float(text) for text in args.density.split(",")]
     options = {"mib": args.mib, "densities": densities, "repeats": args.repeats, "mpi": args.mpi}
-    record: dict[str, Any] = {"machine": common.describe_machine(), "options": options}
-    text = []
+    machine = common.describe_machine()
+    record: dict[str, Any] = {"machine": machine, "options": options}
+    text = [common.heading("Sparse sums and aggregators", machine)]
+    sparse = {**options, "densities": [float(text) for text in args.sparse_density.split(",")]}
 
     def add(title: str, found: dict[str, Any], base: str, own: str) -> None:
         rows = with_ratio(found["rows"], base, own)
@@ -365,17 +369,19 @@ def main() -> None:
             )
         elif what == "coo":
             for nranks in map(int, args.ranks.split(",")):
-                found = start("coo", options, rank_environments(nranks, 29630))
+                found = start("coo", sparse, rank_environments(nranks, 29630))
                 add(f"rows by index, {nranks} ranks", found, "gloo", "all_reduce_coo")
         elif what == "networks":
-            found = on_hosts("sums", options, [args.rate] * args.hosts)
-            add(f"{args.hosts} hosts of {args.rate}", found, "dense", "sparse")
+            found = on_hosts("sums", sparse, [args.rate] * 4)
+            add(f"4 hosts of {args.rate}", found, "dense", "sparse")
         elif what == "aggregators":
-            for factor in (args.hosts, 1):
-                rates = [args.rate] * args.hosts + [times_rate(args.rate, factor)]
-                found = on_hosts("aggregators", options, rates, aggregators=1)
-                name = f"{args.hosts} hosts of {args.rate}, aggregator {factor} x"
-                add(name, found, "without", "star")
+            sizes = {**options, "mib": args.aggregator_mib}
+            for hosts in map(int, args.hosts.split(",")):
+                for factor in (hosts, 1):
+                    rates = [args.rate] * hosts + [times_rate(args.rate, factor)]
+                    found = on_hosts("aggregators", sizes, rates, aggregators=1)
+                    name = f"{hosts} hosts of {args.rate}, aggregator {factor} x"
+                    add(name, found, "without", "star")
         else:
             parser.error(f"cannot measure {what!r}")
     common.save(args.out, record, "\n".join(text))
