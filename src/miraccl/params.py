@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 #: Longest timeout, in seconds (three years); its nanoseconds still fit into 64 bits.
 FOREVER = 1e8
+AGGREGATIONS = ("auto", "always", "never", "star", "two_level", "rail_trees")
 CTA_POLICIES = ("default", "efficiency", "zero")
 PROTOCOLS = ("simple", "ll", "ll128")
 DEBUG_LEVELS = ("none", "warn", "info", "trace", "version", "abort")
@@ -143,8 +144,8 @@ def parse_integer(text: str) -> int:
 
 
 def _parse_aggregation(text: str) -> str:
-    if text not in ("auto", "always", "never"):
-        raise ValueError("allowed are auto, always and never")
+    if text not in AGGREGATIONS:
+        raise ValueError(f"allowed are {', '.join(AGGREGATIONS)}")
     return text
 
 
@@ -254,7 +255,9 @@ AGGREGATION = declare(
     "AGGREGATION",
     "auto",
     _parse_aggregation,
-    "Use of aggregators: auto where a measurement says that they are faster, always, or never.",
+    "Use of aggregators: auto where a measurement says that they are faster, always, never, or"
+    " always with a schedule: star, two_level (groups of ranks, a root), rail_trees (one per local"
+    " rank).",
     kind="name",
 )
 SWITCH = declare(

@@ -17,8 +17,27 @@ def test_sums(aggregators: int, per_host: str) -> None:
     results = run_ranks(aggregator_ranks.sums, 2 + aggregators, bool(per_host), env=env)
     assert results[:2] == [("star", True, [0, 1], 2)] * 2
     for served in results[2:]:
-        assert len(served) == 11
+        assert len(served) == 12
         assert max(served) == 4 * 100_003
+
+
+@pytest.mark.parametrize(("form", "per_host"), [("two_level", 0), ("rail_trees", 2)])
+def test_trees(form: str, per_host: int) -> None:
+    aggregators = 3 if form == "two_level" else 2
+    env = {"MIRACCL_AGGREGATORS": str(aggregators), "MIRACCL_AGGREGATION": form}
+    results = run_ranks(aggregator_ranks.sums, 4 + aggregators, False, per_host, env=env)
+    for algo, right, gathered, _ in results[:4]:
+        assert algo == form
+        assert right
+        assert gathered == [0, 1, 2, 3]
+    # one at a time: the last operation of a rank is an all_gather
+    assert {len(served) for served in results[4:]} == {12}
+
+
+def test_tree_that_does_not_fit() -> None:
+    env = {"MIRACCL_AGGREGATORS": "1", "MIRACCL_AGGREGATION": "two_level"}
+    for outcome in rank_outcomes(aggregator_ranks.sums, 3, False, env=env)[:2]:
+        assert "possible are star" in str(outcome), outcome
 
 
 def test_not_used() -> None:

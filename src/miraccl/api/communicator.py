@@ -166,10 +166,10 @@ class Communicator(
         Args:
             wide: Communicator of these ranks and, after them, the aggregators.
             aggregators: Number of aggregators.
-            mode: ``auto``, ``always`` or ``never``.
+            mode: As MIRACCL_AGGREGATION.
 
         Raises:
-            MiracclError: Never.
+            InvalidUsage: The mode names a schedule that does not fit.
         """
         self._aggregation = Aggregation(self._core, wide._core, aggregators, mode)
 
@@ -181,8 +181,8 @@ class Communicator(
 
         Args:
             addresses: HOST:PORT of each switch, separated by commas; that of rank 0 counts.
-            mode: ``auto`` measures and uses the aggregators where they are faster; ``always`` or
-                ``never``. The same on all ranks.
+            mode: As MIRACCL_AGGREGATION: ``auto`` measures and uses the aggregators where they are
+                faster; ``always``, ``never``, or the name of a schedule. The same on all ranks.
 
         Raises:
             InvalidUsage: The communicator has aggregators already, or an argument is not allowed.

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miraccl import clock, trace
-from miraccl.errors import MiracclError, PeerDied
+from miraccl.errors import InvalidUsage, MiracclError, PeerDied
 from miraccl.executor.cpu.lower import Run
 from miraccl.ops import spec
 from miraccl.ops.check import Transfer
@@ -48,6 +48,8 @@ PROBE_BYTES, PROBE_US = (64 << 10, 2 << 20, 32 << 20), 50_000.0
 REPEATS = 2
 #: The aggregators are used if they are predicted to be faster by this factor.
 ADVANTAGE = 1.05
+#: Modes that name a schedule.
+FORMS = ("star", "two_level", "rail_trees")
 MAX_RUNS = 64
 
 
@@ -118,7 +120,10 @@ class Aggregation:
         core: The communicator of the ranks.
         wide: The communicator of ranks and aggregators; owned by this object.
         aggregators: Number of aggregators, the last members of ``wide``.
-        mode: ``auto``, ``always`` or ``never``.
+        mode: One of ``params.AGGREGATIONS``.
+
+    Raises:
+        InvalidUsage: The mode names a schedule that does not fit the ranks and aggregators.
     """
 
     def __init__(
@@ -126,6 +131,15 @@ class Aggregation:
     ) -> None:
         self._core, self._wide, self._mode = core, wide, mode
         self._runs = AggregatorRuns(wide, aggregators)
+        names = [form.name for form in self._runs.forms(Collective.ALL_REDUCE)]
+        if mode in FORMS and mode not in names:
+            raise InvalidUsage(
+                f"cannot use MIRACCL_AGGREGATION={mode} with {core.nranks} ranks on"
+                f" {self._runs.hosts} hosts and {aggregators} aggregators: possible are"
+                f" {', '.join(names)}"
+            )
+        #: number of the form of all_reduce that the mode names
+        self._form = names.index(mode) if mode in FORMS else 0
         #: by collective, the times without the aggregators and of each form with them
         self._lines: dict[Collective, list[Line]] = {}
 
@@ -135,11 +149,12 @@ class Aggregation:
             return False
         if spec not in AGGREGATED:
             return False
-        if self._mode == "always":
+        if self._mode != "auto":
             return True
         nbytes = call.request.count * call.request.dtype.itemsize
-        direct, *through = (line.predict_us(nbytes) for line in self.lines(spec))
-        return min(through) * ADVANTAGE < direct
+        lines = self.lines(spec)
+        through = lines[1 + self._best_form(call.request)]
+        return through.predict_us(nbytes) * ADVANTAGE < lines[0].predict_us(nbytes)
 
     def lines(self, spec: OpSpec = spec.ALL_REDUCE) -> list[Line]:
         """Return the times by bytes of a block: without the aggregators, and of each form.
@@ -192,9 +207,16 @@ class Aggregation:
         return best
 
     def _best_form(self, request: PlanRequest) -> int:
+        if (
+            request.collective is not Collective.ALL_REDUCE
+            or request.op is RedOp.AVG
+            or request.dtype.accumulates_in_float32
+            or self._core.options.deterministic
+        ):
+            return 0  # trees divide and round at each level, in an order that follows the hosts
         lines = self._lines.get(request.collective)
-        if lines is None:
-            return 0
+        if lines is None or self._mode != "auto":
+            return self._form
         times = [line.predict_us(request.count * request.dtype.itemsize) for line in lines[1:]]
         return times.index(min(times))
 
@@ -249,7 +271,7 @@ class Aggregation:
         nbytes = request.count * request.dtype.itemsize
         lines = self._lines.get(request.collective)
         if lines is None:
-            time, reason = 0.0, "aggregators were requested (MIRACCL_AGGREGATION=always)"
+            time, reason = 0.0, f"aggregators were requested (MIRACCL_AGGREGATION={self._mode})"
         else:
             other, time = (lines[number].predict_us(nbytes) for number in (0, form + 1))
             reason = f"{other / time:.2f} times faster than without aggregators, by measurement"
