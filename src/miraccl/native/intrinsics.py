@@ -167,7 +167,7 @@ def stream_line(typingctx: Any, dst: Any, src: Any) -> Any:
 
 @intrinsic
 def any_of_256_bytes(typingctx: Any, address: Any) -> Any:
-    """Return the OR of the 32 words at an address."""
+    """Return a number that is not zero if any bit of the 256 bytes at an address is set."""
     # A loop over words was half as fast: 3.7 against 7.2 GB/s on a loaded machine, one run.
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -178,11 +178,9 @@ def any_of_256_bytes(typingctx: Any, address: Any) -> Any:
             value = builder.load(_pointer(builder, at, line))
             value.align = 1
             total = value if total is None else builder.or_(total, value)
-        kind = ir.FunctionType(_W, [line])
-        reduce = builder.module.globals.get("llvm.vector.reduce.or.v8i64")
-        if reduce is None:
-            reduce = ir.Function(builder.module, kind, "llvm.vector.reduce.or.v8i64")
-        return builder.call(reduce, [total])
+        # A comparison is one instruction on vectors; a reduction is a chain of shuffles.
+        held = builder.icmp_unsigned("!=", total, ir.Constant(line, None))
+        return builder.zext(builder.bitcast(held, ir.IntType(8)), _W)
 
     return I64(I64), emit
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from numba import types
+
 from miraccl.executor.cpu.kernels import layout
 from miraccl.native.intrinsics import any_of_256_bytes, inline, load, memcpy, store
 
@@ -46,8 +48,21 @@ def scan(source: int, nbytes: int, row_bytes: int, bitmap: int) -> int:
     """
     rows = (nbytes + row_bytes - 1) // row_bytes
     words, total = (rows + 63) // 64, 0
-    spare = bitmap + 8 * words
-    for word in range(words):
+    spare, blocks, whole = bitmap + 8 * words, row_bytes // 256, 0
+    if row_bytes == 256 * blocks:
+        whole = nbytes // (64 * row_bytes)
+    at = source
+    for word in range(whole):
+        bits = 0
+        for i in range(64):
+            held = any_of_256_bytes(at)
+            for block in range(1, blocks):
+                held |= any_of_256_bytes(at + 256 * block)
+            bits |= types.int64(held != 0) << i
+            at += row_bytes
+        store(bitmap + 8 * word, bits)
+        total += count_bits(bits)
+    for word in range(whole, words):
         bits, first = 0, word * 64
         for i in range(min(64, rows - first)):
             low = (first + i) * row_bytes
