@@ -3,7 +3,7 @@
     python bench/sparse.py one-host two-hosts coo --out sparse/MACHINE-DATE
     python bench/sparse.py networks --rate 1gbit                  # root: network namespaces
     python bench/sparse.py aggregators --hosts 4,8                # root: network namespaces
-    python bench/sparse.py --device cuda                          # scan and list on a GPU
+    python bench/sparse.py --device cuda                          # kernels on rows, on a GPU
 
 The array has ``--mib`` MiB of float32 in blocks of 256 elements, of which ``--density`` are not
 zero on each rank (the test of OmniReduce: 64 Mi elements, 1 %). Subjects run in turns in the same
@@ -30,6 +30,7 @@ import common
 import numpy as np
 
 BLOCK = 256
+LAUNCHES = 50  # of a kernel between two reads of the clock
 ROOT = Path(__file__).resolve().parents[1]
 PREFIX = "mcspar"  # of namespaces and links
 
@@ -313,11 +314,66 @@ def with_ratio(rows: list[dict[str, Any]], base: str, own: str) -> list[dict[str
     return [{**row, "ratio": row[base] / row[own]} for row in rows]
 
 
-def gpu_scan() -> None:
-    raise SystemExit(
-        "cannot measure the scan on a GPU: all_reduce_sparse runs on CPU memory; the kernels for"
-        " GPU memory do not exist yet"
-    )
+def gpu_scan(mib: int, repeats: int, density: float) -> list[dict[str, Any]]:
+    """Time scan, list, gather and scatter of one array on a GPU, each over many launches."""
+    from miraccl.executor.cpu import row_lists
+    from miraccl.executor.cuda.gpu import Gpu
+    from miraccl.executor.cuda.launch import KernelLaunch, Kernels
+    from miraccl.executor.cuda.plan import DevicePlan
+    from miraccl.executor.cuda.row_lowering import RowKernel, kernel_spec, pack_args
+    from miraccl.types import DType
+
+    gpu = Gpu(0)
+    kernels, stream = Kernels(gpu), gpu.make_stream()
+    x = sparse_array(0, (mib << 20) // 4, density)
+    row, words = 4 * BLOCK, row_lists.words_for(x.nbytes // (4 * BLOCK))
+    rows = np.flatnonzero(x.reshape(-1, BLOCK).any(axis=1)).astype(np.int64)
+    array, message, target = (gpu.allocate(n) for n in (x.nbytes, rows.size * row, x.nbytes))
+    bitmap, listed, found = (gpu.allocate(n) for n in (8 * words, 512 * words, 8))
+    gpu.copy_from_host(array, x.ctypes.data, x.nbytes, stream)
+    shared = {"row_bytes": row, "total_bytes": x.nbytes, "bitmap": (bitmap, words), "found": found}
+
+    def launch(kernel: RowKernel, blocks: int) -> Any:
+        spec = kernel_spec(kernel, 2, DType.FLOAT32)
+        plan = DevicePlan(
+            algo="rows", proto="", blocks=blocks, threads=spec.threads, unroll=1, reason="bench"
+        )
+        count = 0 if kernel is RowKernel.LIST else len(rows)
+        args = bytearray(pack_args(2, rows=(listed, count), **shared))
+        return KernelLaunch(gpu, kernels.function(spec), plan, blocks, args)
+
+    measured = []
+    for kernel, source, out in (
+        (RowKernel.SCAN, array, 0),
+        (RowKernel.LIST, 0, 0),
+        (RowKernel.GATHER, array, message),
+        (RowKernel.SCATTER, message, target),
+    ):
+        for per_sm in (1,) if kernel is RowKernel.LIST else (1, 4, 8):
+            blocks = 1 if kernel is RowKernel.LIST else per_sm * gpu.multiprocessors
+            run = launch(kernel, blocks)
+            times = []
+            for _ in range(repeats + 1):
+                run.run(source, out, stream)
+                gpu.synchronize()
+                start = time.perf_counter()
+                for _ in range(LAUNCHES):
+                    run.run(source, out, stream)
+                gpu.synchronize()
+                times.append((time.perf_counter() - start) / LAUNCHES * 1e6)
+            right = True
+            if kernel is RowKernel.LIST:
+                got = np.frombuffer(gpu.read(listed, rows.nbytes), np.int64)
+                count = int(np.frombuffer(gpu.read(found, 8), np.int64)[0])
+                right = count == len(rows) and bool((got == rows).all())
+            elif kernel is RowKernel.GATHER:
+                want = x.reshape(-1, BLOCK)[rows].tobytes()
+                right = gpu.read(message, len(want)) == want
+            measured.append(
+                {"kernel": kernel.value, "blocks": blocks, "us": statistics.median(times[1:]),
+                 "right": right}
+            )  # fmt: skip
+    return measured
 
 
 def main() -> None:
@@ -340,14 +396,18 @@ def main() -> None:
     if args.rank_of:
         run_as_rank(args.rank_of, json.loads(args.options))
         return
-    if args.device == "cuda":
-        gpu_scan()
     densities = [float(text) for text in args.density.split(",")]
     options = {"mib": args.mib, "densities": densities, "repeats": args.repeats, "mpi": args.mpi}
     machine = common.describe_machine()
     record: dict[str, Any] = {"machine": machine, "options": options}
     text = [common.heading("Sparse sums and aggregators", machine)]
     sparse = {**options, "densities": [float(text) for text in args.sparse_density.split(",")]}
+
+    if args.device == "cuda":
+        for density in sparse["densities"]:
+            rows = gpu_scan(args.mib, args.repeats, density)
+            record[f"GPU, {args.mib} MiB, {density:.0%}"] = rows
+            text.append(table(f"rows on a GPU, {args.mib} MiB, density {density:.0%}", rows))
 
     def add(title: str, found: dict[str, Any], base: str, own: str) -> None:
         rows = with_ratio(found["rows"], base, own)
