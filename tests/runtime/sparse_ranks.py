@@ -9,6 +9,7 @@ import numpy as np
 import miraccl
 from miraccl import DType, PreMulSum, RedOp
 from miraccl.errors import MiracclError
+from miraccl.runtime import sparse
 from tests.runtime.reference import DTYPES, OPERATORS, wild
 
 SPECIAL = (-0.0, np.nan, 1e-45, -1e-45, np.inf)
@@ -44,6 +45,8 @@ def random_cases(
     from tests.runtime.sweep_ranks import act_as_hosts
 
     act_as_hosts(per_host)
+    if per_host:
+        sparse.MIN_PIECE_BYTES = 1 << 20  # several pieces of a small array
     algorithms = set()
     with miraccl.init(deterministic=True, buffsize=buffsize) as comm:
         common = np.random.default_rng(seed)
@@ -154,7 +157,7 @@ def plans() -> tuple[Any, ...]:
         x[comm.rank * 1000] = 1
         work = comm.all_reduce_sparse(x, block=256, async_op=True)
         assert work.wait() is x
-        sparse = comm.last_plan
+        rows = comm.last_plan
         full = np.ones(1 << 22, np.float32)
         comm.all_reduce_sparse(full, block=256)
         dense = comm.last_plan
@@ -165,7 +168,7 @@ def plans() -> tuple[Any, ...]:
         in_window = comm.last_plan
         assert (window == comm.nranks).all()
         comm.all_reduce(x)
-        return sparse, dense, in_window, comm.last_plan
+        return rows, dense, in_window, comm.last_plan
 
 
 def refused() -> list[str]:

@@ -67,6 +67,16 @@ class RowCounts:
     def union_density(self) -> float:
         return self.union / max(1, self.rows)
 
+    @classmethod
+    def total(cls, pieces: Sequence[RowCounts]) -> RowCounts:
+        """Return the counts of pieces with blocks of one size as those of one array."""
+        return cls(
+            row_bytes=pieces[0].row_bytes,
+            rows=sum(piece.rows for piece in pieces),
+            held=[sum(held) for held in zip(*(piece.held for piece in pieces), strict=True)],
+            union=sum(piece.union for piece in pieces),
+        )
+
 
 class SparseModel:
     """Predicted times of the sparse all-reduce of one communicator, in microseconds."""

@@ -1,18 +1,21 @@
 """Sparse all-reduce on CPU memory: sample, scan, exchange of bitmaps, then rows or the dense sum.
 
 All parts are operations of the communicator: an ``all_gather`` of what ranks must agree on and of a
-sample, an ``all_gather`` of bitmaps, and a run of rows or of the dense plan. Their order is the
-same on all ranks because each decision uses only what the ranks have exchanged.
+sample, then for each piece of the array an ``all_gather`` of bitmaps and a run of rows or of the
+dense plan. Their order is the same on all ranks because each decision uses only what the ranks have
+exchanged. A thread scans the next pieces meanwhile.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from miraccl import clock
 from miraccl.errors import CollectiveMismatch, InvalidUsage
 from miraccl.executor.cpu import row_lists
 from miraccl.executor.cpu.lower import Run, Words
@@ -41,6 +44,8 @@ NAME = SPEC.name
 AGREED = ("count", "dtype", "operator", "block", "density")
 HEADER_WORDS = len(AGREED) + 2  # then: in window memory, sampled rows
 MAX_RUNS = 64
+#: Pieces of an array over networks, and bytes of which fewer cost more than they overlap.
+MAX_PIECES, MIN_PIECE_BYTES = 4, 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +77,94 @@ class SparseCall:
     @property
     def nbytes(self) -> int:
         return self.count * self.dtype.itemsize
+
+    @property
+    def smallest_row(self) -> int:
+        """Bytes of the smallest block that a scan counts."""
+        return self.block * self.dtype.itemsize or BLOCK_BYTES[0]
+
+    def part(self, start: int, count: int) -> SparseCall:
+        """Return the call on at most ``count`` elements from ``start`` on."""
+        count = min(count, self.count - start)
+        offset, nbytes = start * self.dtype.itemsize, count * self.dtype.itemsize
+        request = replace(
+            self.dense.request,
+            in_counts=(count,),
+            out_counts=(count,),
+            block_bytes=nbytes,
+            count=count,
+        )
+        dense = replace(
+            self.dense,
+            request=request,
+            source=self.dense.source + offset,
+            target=self.dense.target + offset,
+        )
+        return replace(self, dense=dense)
+
+    def clear_target(self) -> None:
+        """Fill the output with zeros if it is not the input: rows write only what is not zero."""
+        if self.dense.source != self.dense.target:
+            ctypes.memset(self.dense.target, 0, self.nbytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PieceSum:
+    """Sum of a piece of an array.
+
+    Attributes:
+        level: Number of the block size, from the smallest.
+        limit: Break-even density after the scan.
+        predicted_us: Predicted time of the rows; None if the piece was sent whole.
+    """
+
+    run: Run
+    level: int
+    counts: RowCounts
+    limit: float
+    predicted_us: float | None
+
+
+class PieceScanner:
+    """Scan of the pieces of an array in their order, by a thread if there are several."""
+
+    def __init__(self, pieces: Sequence[SparseCall]) -> None:
+        self._pieces = pieces
+        self._words = [
+            row_lists.words_for(-(-piece.nbytes // piece.smallest_row)) for piece in pieces
+        ]
+        # one word more than the rows need: scratch of the scan
+        self._bitmaps = [np.empty(words + 1, np.int64) for words in self._words]
+        self._done = [clock.event() for _ in pieces]
+        self._ended, self._thread = False, None
+        if len(pieces) > 1:
+            self._thread = clock.thread(self._scan_all, name="miraccl sparse scan")
+            self._thread.start()
+
+    def bitmap(self, number: int) -> Words:
+        """Return the bitmap of a piece when it has been scanned."""
+        if self._thread is None:
+            self._scan(number)
+        self._done[number].wait()
+        return self._bitmaps[number][: self._words[number]]
+
+    def _scan(self, number: int) -> None:
+        piece = self._pieces[number]
+        row_lists.scan(piece.dense.source, piece.nbytes, piece.smallest_row, self._bitmaps[number])
+        self._done[number].set()
+
+    def _scan_all(self) -> None:
+        for number in range(len(self._pieces)):
+            if not self._ended:
+                self._scan(number)
+
+    def __enter__(self) -> PieceScanner:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended = True
+        if self._thread is not None:
+            self._thread.join()
 
 
 def check(reader: HostReader, args: Sequence[Any], slot_bytes: int) -> SparseCall:
@@ -131,7 +224,7 @@ class SparseReducer:
             call.dense.prologue = None
         core, nbytes = self._core, call.nbytes
         if core.nranks == 1 or nbytes == 0:
-            return self._run_dense(call, None, 0.0, "one rank" if nbytes else "no elements")
+            return self._run_dense(call, 0.0, "one rank" if nbytes else "no elements")
         row = (call.block or BLOCK_BYTES[1] // call.dtype.itemsize) * call.dtype.itemsize
         in_window, sampled = self._agree(call, row)
         limit = self.model.break_even(nbytes, row, call.dtype, in_window)
@@ -140,22 +233,76 @@ class SparseReducer:
         if limit == 0.0 or (expected is not None and expected > limit):
             told = "" if expected is None else f"about {expected:.1%} of the blocks are not zero; "
             why = f"dense: {told}the break-even density{where} is {limit:.1%}"
-            return self._run_dense(call, None, limit, why)
-        sizes, bitmaps = self._scan(call)
-        best = self.model.choose_block(sizes, call.dtype)
-        counts = sizes[best]
+            return self._run_dense(call, limit, why)
+        pieces = self._pieces(call)
+        sums: list[PieceSum] = []
+        with PieceScanner(pieces) as scanner:
+            for number, piece in enumerate(pieces):
+                level = sums[0].level if sums else None
+                sums.append(self._sum(piece, scanner.bitmap(number), in_window, level))
+        self._report(call, sums, where)
+        return call.dense.result
+
+    def _pieces(self, call: SparseCall) -> list[SparseCall]:
+        """Return the array in pieces, of which one is scanned while another is exchanged.
+
+        On one host both wait for the same memory, so it is one piece.
+        """
+        number = min(MAX_PIECES, call.nbytes // MIN_PIECE_BYTES)
+        if number < 2 or not self._core.planner.shape.hosts:
+            return [call]
+        unit = call.block or max(1, BLOCK_BYTES[-1] // call.dtype.itemsize)
+        size = -(-call.count // number // unit) * unit
+        return [call.part(start, size) for start in range(0, call.count, size)]
+
+    def _sum(self, call: SparseCall, bitmap: Words, in_window: bool, level: int | None) -> PieceSum:
+        """Exchange the bitmaps of a piece, and sum it by rows or whole.
+
+        Args:
+            level: Number of the block size; None chooses the fastest.
+        """
+        sizes, bitmaps = self._union(call, bitmap)
+        level = self.model.choose_block(sizes, call.dtype) if level is None else level
+        counts, nbytes = sizes[level], call.nbytes
         limit = self.model.break_even(nbytes, counts.row_bytes, call.dtype, in_window, scanned=True)
         dense = self.model.dense(nbytes, call.dtype, in_window)
         predicted = self.model.rows(counts, call.dtype)
-        if predicted >= dense.predicted_us:
+        by_rows = predicted < dense.predicted_us
+        if by_rows:
+            for _ in range(level):
+                bitmaps = [row_lists.coarsen(each) for each in bitmaps]
+            run = self._row_run(call, counts, bitmaps)
+            call.clear_target()
+        else:
+            run = self._dense_run(call)
+        self._core.run_now(call.dense, run, NAME)
+        return PieceSum(
+            run=run,
+            level=level,
+            counts=counts,
+            limit=limit,
+            predicted_us=predicted if by_rows else None,
+        )
+
+    def _report(self, call: SparseCall, sums: Sequence[PieceSum], where: str) -> None:
+        """Make one plan of all pieces that of the last operation."""
+        counts, limit = RowCounts.total([each.counts for each in sums]), sums[0].limit
+        times = [each.predicted_us for each in sums if each.predicted_us is not None]
+        if times:
+            why = (
+                f"{counts.density:.2%} of the blocks of"
+                f" {counts.row_bytes // call.dtype.itemsize} elements are not zero on a rank,"
+                f" {counts.union_density:.2%} on some rank; the break-even density after the scan"
+                f" is {limit:.1%}"
+            )
+            if len(times) < len(sums):
+                why += f"; {len(sums) - len(times)} of {len(sums)} pieces were sent whole"
+        else:
             why = (
                 f"dense: {counts.union_density:.1%} of the blocks are not zero on some rank; the"
                 f" break-even density{where} after the scan is {limit:.1%}"
             )
-            return self._run_dense(call, counts, limit, why)
-        for _ in range(best):
-            bitmaps = [row_lists.coarsen(bitmap) for bitmap in bitmaps]
-        return self._run_rows(call, counts, bitmaps, limit, predicted)
+        self._record(sums[-1].run, call, counts, limit, why, sum(times) if times else None)
 
     def explain(
         self, nbytes: int, dtype: Any, density: float, block: int, in_window: bool
@@ -227,15 +374,11 @@ class SparseReducer:
 
     # ---- scan and union
 
-    def _scan(self, call: SparseCall) -> tuple[list[RowCounts], list[Words]]:
+    def _union(self, call: SparseCall, bitmap: Words) -> tuple[list[RowCounts], list[Words]]:
         """Return the counts of all block sizes, and each rank's bitmap of the smallest one."""
         core, nranks = self._core, self._core.nranks
-        row = call.block * call.dtype.itemsize or BLOCK_BYTES[0]
-        rows = -(-call.nbytes // row)
-        words = row_lists.words_for(rows)
-        bitmap = np.empty(words + 1, np.int64)
-        row_lists.scan(call.dense.source, call.nbytes, row, bitmap)
-        gathered = self._gather(bitmap[:words])
+        row, words = call.smallest_row, len(bitmap)
+        gathered = self._gather(bitmap)
         bitmaps = [gathered[rank * words : (rank + 1) * words] for rank in range(nranks)]
         sizes, current = [], bitmaps
         for level in range(1 if call.block else len(BLOCK_BYTES)):
@@ -256,14 +399,8 @@ class SparseReducer:
 
     # ---- runs
 
-    def _run_rows(
-        self,
-        call: SparseCall,
-        counts: RowCounts,
-        bitmaps: Sequence[Words],
-        limit: float,
-        predicted: float,
-    ) -> Any:
+    def _row_run(self, call: SparseCall, counts: RowCounts, bitmaps: Sequence[Words]) -> Run:
+        """Return the run of the rows of a piece."""
         core = self._core
         segments = row_schedules.count_segments(core.nranks, counts.union * counts.row_bytes)
         schedule = row_schedules.build(core.nranks, segments)
@@ -284,27 +421,20 @@ class SparseReducer:
                 agreed=mix(mix(call.count, counts.row_bytes), counts.union),
             )
         )
-        why = (
-            f"{counts.density:.2%} of the blocks of {counts.row_bytes // call.dtype.itemsize}"
-            f" elements are not zero on a rank, {counts.union_density:.2%} on some rank; the"
-            f" break-even density after the scan is {limit:.1%}"
-        )
-        self._record(run, call, counts, limit, why, predicted)
-        if call.dense.source != call.dense.target:
-            call.dense.keep_alive[1].array.view(np.uint8).reshape(-1)[:] = 0
-        return core.run_now(call.dense, run, NAME)
+        return run
 
-    def _run_dense(self, call: SparseCall, counts: RowCounts | None, limit: float, why: str) -> Any:
+    def _dense_run(self, call: SparseCall) -> Run:
         request = call.dense.request
         if request not in self._dense_runs:
             if len(self._dense_runs) >= MAX_RUNS:
                 self._dense_runs.clear()
             # Not the run of all_reduce, whose plan has another reason.
             self._dense_runs[request] = self._core.planner.make_run(request)
-        run = self._dense_runs[request]
-        self._record(run, call, counts, limit, why, None)
-        if run.window_run is not None:
-            self._record(run.window_run, call, counts, limit, why, None)
+        return self._dense_runs[request]
+
+    def _run_dense(self, call: SparseCall, limit: float, why: str) -> Any:
+        run = self._dense_run(call)
+        self._record(run, call, None, limit, why, None)
         return self._core.run_now(call.dense, run, NAME)
 
     def _record(
@@ -318,18 +448,18 @@ class SparseReducer:
     ) -> None:
         planner = self._core.planner
         dense: Candidate = self.model.dense(call.nbytes, call.dtype, False)
-        planner.record_plan(
-            run,
-            self.model.candidate(
-                counts,
-                dense,
-                sparse_us=predicted or 0.0,
-                itemsize=call.dtype.itemsize,
-                break_even=limit,
-                chosen=predicted is not None,
-                reason=why,
-            ),
+        plan = self.model.candidate(
+            counts,
+            dense,
+            sparse_us=predicted or 0.0,
+            itemsize=call.dtype.itemsize,
+            break_even=limit,
+            chosen=predicted is not None,
+            reason=why,
         )
+        for each in (run, run.window_run):
+            if each is not None:
+                planner.record_plan(each, plan)
 
 
 def _show(field: str, value: int) -> str:
