@@ -11,6 +11,7 @@ from miraccl.errors import InvalidUsage
 from miraccl.executor.cpu import row_lists
 from miraccl.executor.cuda.row_lowering import RowKernel, kernel_spec, lower_rows, pack_args
 from miraccl.schedule import catalog, row_schedules
+from miraccl.schedule.ir import Buffer
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.schedule.rows import interpret_rows, select_rows
 from miraccl.types import Collective, DType, RedOp
@@ -38,7 +39,11 @@ def scan_and_list(x: np.ndarray, row_bytes: int) -> tuple[np.ndarray, np.ndarray
     """Return the bitmap and the list of the rows of ``x``."""
     words = row_lists.words_for(-(-x.nbytes // row_bytes))
     bitmap = np.full(words, -1, np.int64)
-    size = {"row_bytes": row_bytes, "total_bytes": x.nbytes, "bitmap": (address(bitmap), words)}
+    size: dict[str, Any] = {
+        "row_bytes": row_bytes,
+        "total_bytes": x.nbytes,
+        "bitmap": (address(bitmap), words),
+    }
     run(RowKernel.SCAN, 2, source=address(x), **size)
     rows, found = np.full(64 * words, -1, np.int64), np.zeros(1, np.uint64)
     run(RowKernel.LIST, 2, rows=(address(rows), 0), found=address(found), **size)
@@ -84,7 +89,10 @@ def test_schedule(nranks: int, segments: int, dtype: DType, op: RedOp) -> None:
         mask = np.repeat(rng.random(90) < 0.3, row)[:count]
         values = rng.integers(-9, 9, count) if dtype is DType.INT32 else rng.normal(size=count)
         inputs.append(np.where(mask, values, -0.0 if dtype.is_float else 0).astype(kind))
-    size = {"row_bytes": row * kind.itemsize, "total_bytes": count * kind.itemsize}
+    size: dict[str, Any] = {
+        "row_bytes": row * kind.itemsize,
+        "total_bytes": count * kind.itemsize,
+    }
     bitmaps = []
     for x in inputs:
         bits, rows = np.zeros(90, bool), scan_and_list(x, size["row_bytes"])[1]
@@ -106,7 +114,7 @@ def test_schedule(nranks: int, segments: int, dtype: DType, op: RedOp) -> None:
         programs[rank].pop(0)
         got = {peer: messages[peer, rank].pop(0) for peer in senders}
         if step.kernel is RowKernel.GATHER:
-            source = (inputs, outputs)[step.source][rank]
+            source = (inputs if step.source is Buffer.INPUT else outputs)[rank]
             packed = np.zeros(max(1, len(rows) * row), kind)
             run(
                 RowKernel.GATHER,

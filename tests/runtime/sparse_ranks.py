@@ -190,6 +190,7 @@ def refused() -> list[str]:
             comm.all_reduce_sparse(x, out=np.zeros(7, np.float32))
         except MiracclError as error:
             found.append(str(error))
+        rows: Any
         rows, dense = comm.explain("all_reduce_sparse", 64 << 20, density=0.001, block=256)
         assert rows.chosen
         assert rows.algo == "sparse_two_shot"

@@ -14,10 +14,17 @@ from miraccl import clock
 from miraccl.errors import MiracclError
 
 
+def plan_of(comm: Any) -> str:
+    return str(comm.last_plan.algo)
+
+
 def operations() -> list[str]:
     """Run all operations of a switch on two communicators in turns; return their algorithms."""
     found = []
-    with miraccl.init() as comm, comm.split(0, -comm.rank) as other:
+    comm = miraccl.init()
+    child = comm.split(0, -comm.rank)
+    assert child is not None
+    with comm, child as other:
         other.use_switch(os.environ["MIRACCL_SWITCH"], "always")
         for count in (1, 1000, 70_001):
             for group in (comm, other):
@@ -29,7 +36,7 @@ def operations() -> list[str]:
                     (np.float16, miraccl.PreMulSum(2.0)),
                 ):
                     base = np.arange(count * n) % 5
-                    total = n * base + sum(range(n))
+                    total: Any = n * base + sum(range(n))
                     if op is miraccl.AVG:
                         total = total / n
                     elif op is miraccl.MAX:
@@ -40,12 +47,12 @@ def operations() -> list[str]:
                     block = group.reduce_scatter(x, op=op)
                     want = total[rank * count : (rank + 1) * count]
                     assert np.array_equal(block, want.astype(dtype)), (count, op)
-                    algo = group.last_plan.algo
+                    algo = plan_of(group)
                     assert np.array_equal(group.all_reduce(x, op=op), total.astype(dtype))
-                    found += [algo, group.last_plan.algo]
+                    found += [algo, plan_of(group)]
                 gathered = group.all_gather(np.full(count, rank, np.int64))
                 assert np.array_equal(gathered, np.repeat(np.arange(n), count))
-                found.append(group.last_plan.algo)
+                found.append(plan_of(group))
         check_fairness(comm, other)
     return sorted(set(found))
 
@@ -70,7 +77,7 @@ def death(pid_file: str) -> tuple[str, str, list[float], str]:
     comm = miraccl.init()
     x = comm.all_reduce(np.ones(5000, np.float32))
     assert (x == comm.nranks).all()
-    before = comm.last_plan.algo
+    before = plan_of(comm)
     comm.barrier()
     if comm.rank == 0:
         os.kill(int(Path(pid_file).read_text()), signal.SIGKILL)
@@ -82,7 +89,7 @@ def death(pid_file: str) -> tuple[str, str, list[float], str]:
         text = f"{type(error).__name__}: {error}"
     with comm.shrink() as rest:
         total = rest.all_reduce(np.ones(3, np.float32)).tolist()
-        return before, text, total, rest.last_plan.algo
+        return before, text, total, plan_of(rest)
 
 
 def refused(secret: str) -> str:
@@ -98,7 +105,10 @@ def refused(secret: str) -> str:
 
 def full() -> str:
     """Return the error of a second communicator on a switch that serves one."""
-    with miraccl.init() as comm, comm.split(0, 0) as other:
+    comm = miraccl.init()
+    child = comm.split(0, 0)
+    assert child is not None
+    with comm, child as other:
         try:
             other.use_switch(os.environ["MIRACCL_SWITCH"])
         except MiracclError as error:

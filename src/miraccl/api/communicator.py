@@ -313,7 +313,9 @@ class Communicator(
                 raise InvalidUsage(
                     f"explain: {collective} on device {device!r}; allowed is CPU memory"
                 )
-            return list(self.explain_sparse(nbytes, dtype, density=density, block=block))
+            rows = self.explain_sparse(nbytes, dtype, density=density, block=block)
+            found: list[Candidate] = [*rows]
+            return found
         kind, block_bytes, element = self._core.parse_explain_request(collective, nbytes, dtype)
         if str(device) == "cpu":
             transports = self._core.describe_transports()
