@@ -13,7 +13,7 @@ from miraccl import native
 from miraccl.proxy.flow_memory import FlowMemory
 from miraccl.proxy.kernels import flow_layout as layout
 from miraccl.proxy.kernels import link_layout
-from miraccl.proxy.stream_engine import write_link
+from miraccl.proxy.link_memory import write_link
 from miraccl.transport.fifo import FifoMemory, PrivateMemory, memory_at
 from miraccl.wire.datagram import flow_records as rec
 from miraccl.wire.datagram.control import CONTROLLERS

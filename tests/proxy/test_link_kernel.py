@@ -11,7 +11,8 @@ import pytest
 
 from miraccl import native
 from miraccl.proxy.kernels import link_layout as layout
-from miraccl.proxy.stream_engine import FAULT_TEXTS, KERNEL, write_link
+from miraccl.proxy.link_memory import FAULT_TEXTS, write_link
+from miraccl.proxy.stream_engine import KERNEL
 from miraccl.transport.fifo import FifoMemory, PrivateMemory, memory_at
 from miraccl.wire import proxy_records as rec
 from miraccl.wire.proxy import ProxyLink

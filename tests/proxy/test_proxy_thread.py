@@ -362,7 +362,7 @@ def test_descriptors_are_given_back(rig):
 
 
 def test_same_peer_twice_is_refused(rig):
-    with pytest.raises(MiracclError, match="rank 7 is already attached"):
+    with pytest.raises(MiracclError, match="cannot attach rank 7: it is attached already"):
         rig.attach(7)
 
 

@@ -43,7 +43,7 @@ def broken(how: str) -> Any:
     together(comm)
     if comm.rank == 0:
         fabric: Any = comm._core.fabric
-        sock = next(iter(fabric._proxies.values()))._links[1].connection.streams[0]
+        sock = next(iter(fabric._proxies.values()))._peers[1].connection.streams[0]
         if how == "closed":
             sock.shutdown(socket.SHUT_RDWR)
         else:  # between two messages: the proxy is asleep
@@ -66,7 +66,7 @@ def broken_early() -> Any:
     def connect_and_break(transport: SocketTransport, infos: Any) -> Any:
         pairs = connect(transport, infos)
         for peer in pairs:
-            link = transport._proxy._links[peer]  # type: ignore[attr-defined]
+            link = transport._proxy._peers[peer]  # type: ignore[attr-defined]
             with contextlib.suppress(OSError):  # the peer was faster
                 link.connection.streams[0].shutdown(socket.SHUT_RDWR)
             wait_until(lambda link=link: not link.alive)
@@ -137,7 +137,7 @@ def slow() -> float:
         comm.sendrecv(x[:9], other, out[:9], other)
         together(comm)
         fabric: Any = comm._core.fabric
-        streams = next(iter(fabric._proxies.values()))._drivers[other].streams
+        streams = next(iter(fabric._proxies.values()))._peers[other].streams
         for stream in streams:
             stream.send = (
                 itertools.repeat(0).__next__

@@ -17,7 +17,7 @@ from miraccl.errors import InvalidUsage, SystemFailure
 from miraccl.native import nccl_collnet_abi as abi
 from miraccl.native.nccl_net_abi import HANDLE_BYTES, PTR_HOST, VERSIONS
 from miraccl.native.nccl_net_plugin import (
-    NetDevice,
+    PluginDevice,
     check_result,
     device_of,
     log_callback,
@@ -74,7 +74,7 @@ class CollNetPlugin:
             )
         check_result(f"CollNet plugin {self.name}", entry, function(*arguments))
 
-    def devices(self) -> list[NetDevice]:
+    def devices(self) -> list[PluginDevice]:
         """Return the properties of all devices; without one, no other method may be called."""
         count = ctypes.c_int()
         self._call("devices", ctypes.byref(count))

@@ -31,7 +31,7 @@ STATIC_PLUGIN = "STATIC_PLUGIN"
 
 
 @dataclass(frozen=True, kw_only=True)
-class NetDevice:
+class PluginDevice:
     """Properties of a plugin's device.
 
     Attributes:
@@ -93,11 +93,11 @@ def check_result(plugin: str, entry: str, result: int) -> None:
         raise SystemFailure(f"{plugin} failed in {entry}: {reason}")
 
 
-def device_of(version: int, dev: int, get_properties: Callable[..., None]) -> NetDevice:
+def device_of(version: int, dev: int, get_properties: Callable[..., None]) -> PluginDevice:
     """Return the properties of a device, which ``get_properties(dev, address)`` writes."""
     p: Any = abi.PROPERTIES[version]()
     get_properties(ctypes.c_int(dev), ctypes.byref(p))
-    return NetDevice(
+    return PluginDevice(
         name=(p.name or b"").decode(errors="replace"),
         pci_path=(p.pciPath or b"").decode(errors="replace"),
         guid=p.guid,
@@ -168,7 +168,7 @@ class NetPlugin:
     def _contextual(self) -> tuple[Any, ...]:
         return (self._context,) if self.version >= 11 else ()
 
-    def devices(self) -> list[NetDevice]:
+    def devices(self) -> list[PluginDevice]:
         """Return the properties of all devices."""
         count = ctypes.c_int()
         self._call("devices", ctypes.byref(count))

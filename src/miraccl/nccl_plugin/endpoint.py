@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import importlib
 import ipaddress
 import itertools
 import json
@@ -52,7 +51,7 @@ from miraccl.transport.base import (
     Capability,
     Endpoint,
     FifoPair,
-    ProxyPort,
+    NetworkProxy,
     Transport,
     TransportContext,
 )
@@ -233,7 +232,7 @@ class PluginEndpoint:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._control_page = PrivateMemory(PAGE_BYTES)
-        self._proxy: ProxyPort | None = None
+        self._proxy: NetworkProxy | None = None
         self._listening: dict[bytes, Listening] = {}
         self._by_number: dict[int, Listening] = {}
         self._connections: dict[int, Connection] = {}
@@ -429,18 +428,16 @@ class PluginEndpoint:
             )
         )
 
-    def _open_proxy(self) -> ProxyPort:
+    def _open_proxy(self) -> NetworkProxy:
         with self._lock:
             if self._proxy is None:
-                module, _, kind = self.spec.proxy.partition(":")
-                self._proxy = getattr(importlib.import_module(module), kind)(
+                self._proxy = self.spec.open_proxy(
                     rank=0,
                     wake=lambda rank: None,
                     on_lost=self._lost,
                     control=self._control_page.address,
                 )
-            proxy: ProxyPort = self._proxy
-            return proxy
+            return self._proxy
 
     def _lost(self, peer: int, loss: Loss) -> None:
         """Make the requests of a lost connection fail; called by the proxy."""

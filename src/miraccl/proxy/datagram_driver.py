@@ -15,9 +15,9 @@ from socket import IPPROTO_UDP, socket
 
 from miraccl import clock, trace
 from miraccl.errors import ProtocolError
-from miraccl.native.crypto import AesGcm
-from miraccl.proxy.driver import NO_TIMER
+from miraccl.proxy.driver import NO_TIMER, DriverContext
 from miraccl.proxy.fifo_driver import FifoDriver
+from miraccl.proxy.packet_codec import PacketCodec
 from miraccl.transport.base import DatagramConnection
 from miraccl.transport.fifo import Atomics
 from miraccl.wire import proxy_records as wire
@@ -33,9 +33,8 @@ from miraccl.wire.datagram.flow_records import (
     PayloadReceived,
     PeerAborted,
 )
-from miraccl.wire.datagram.packets import Data, Packet, Record, decode, encode
+from miraccl.wire.datagram.packets import Data, Record
 from miraccl.wire.datagram.path_states import PathState
-from miraccl.wire.datagram.seal import Protection, protect, unprotect
 from miraccl.wire.proxy_states import LinkState
 from miraccl.wire.stream import MAX_TEXT_BYTES, Frame, FrameType, decode_frame, encode_frame
 
@@ -104,6 +103,19 @@ class DatagramSockets:
             self.strangers += 1
 
 
+def open_driver(connection: DatagramConnection, context: DriverContext) -> DatagramDriver:
+    """Return the driver of a connection; see ``proxy.driver``."""
+    key = DatagramSockets, connection.streams[0].fileno()
+    sockets = context.shared.setdefault(key, DatagramSockets(connection.streams))
+    return DatagramDriver(
+        connection,
+        sockets=sockets,
+        atomics=context.atomics,
+        on_lost=context.on_lost,
+        segment_bytes=context.segment_bytes,
+    )
+
+
 class DatagramDriver(FifoDriver):
     """One peer over UDP; see ``proxy.driver.Driver``.
 
@@ -133,8 +145,7 @@ class DatagramDriver(FifoDriver):
         )
         self.reached = False
         self._connection, self._sockets = connection, sockets
-        self._protection = Protection(connection.options.protection)
-        self._seal, self._open = AesGcm(connection.send_key), AesGcm(connection.recv_key)
+        self._codec = PacketCodec(connection)
         self._addresses = [(p.host, p.port) for p in connection.paths]
         self._payloads: list[deque[memoryview]] = [deque() for _ in range(NSTREAMS)]
         self._targets: list[memoryview | None] = [None] * NSTREAMS
@@ -189,11 +200,10 @@ class DatagramDriver(FifoDriver):
 
     def receive(self, data: bytes) -> bool:
         """Process a received packet; return False if it is not authentic."""
-        raw = unprotect(self._protection, self._open, data)
-        if raw is None:
-            return False
         try:
-            packet = decode(raw)
+            packet = self._codec.decode(data)
+            if packet is None:
+                return False
             self._note(self.flow.receive(now_ns(), packet, path=packet.path))
         except ProtocolError as problem:
             self.handle(wire.Garbage(0, problem.message))
@@ -204,9 +214,7 @@ class DatagramDriver(FifoDriver):
         for s in packet.segments:
             payload = self._payloads[s.stream][0][s.offset : s.offset + s.length]
             records.append(Data(s.stream, s.frame, s.offset, payload, s.header))
-        number = self._connection.peer_connection
-        raw = encode(Packet(packet.path, number, packet.number, tuple(records)))
-        data = protect(self._protection, self._seal, raw)
+        data = self._codec.encode(packet.path, packet.number, records)
         sock = self._sockets.sockets[self._connection.paths[packet.path].socket]
         try:
             sock.sendto(data, self._addresses[packet.path])

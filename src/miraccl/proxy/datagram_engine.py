@@ -19,7 +19,7 @@ from miraccl.native.crypto import AesGcm, addresses
 from miraccl.proxy.datagram_driver import NSTREAMS, flow_config, now_ns
 from miraccl.proxy.flow_memory import FlowMemory
 from miraccl.proxy.kernels import flow_layout, link_layout
-from miraccl.proxy.stream_engine import EngineLink, ProgressEngine, register_descriptor, write_link
+from miraccl.proxy.stream_engine import EngineLink, ProgressEngine
 from miraccl.transport.base import DatagramConnection, DatagramPath, NetConnection, PathStatus
 from miraccl.transport.fifo import PrivateMemory, memory_at
 from miraccl.wire.datagram.packets import MAX_PATHS
@@ -118,10 +118,10 @@ class DatagramEngine(ProgressEngine):
     transport = "udp"
     can_be_driven = False
 
-    def _prepare(self, library: native.CodeLibrary) -> None:
-        self._library = library
+    def _prepare(self) -> None:
+        super()._prepare()
         kind = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)
-        self._abort_flow = kind(library.address(native.PREFIX + "abort_flow"))
+        self._abort_flow = kind(self._library.address(native.PREFIX + "abort_flow"))
         self._sockets: Sequence[socket.socket] = ()
         self._hash = PrivateMemory(4096)
         sizes = (
@@ -139,14 +139,14 @@ class DatagramEngine(ProgressEngine):
 
     def reached(self, peer: int) -> bool:
         """Return True once a path to the peer has carried a packet and its acknowledgement."""
-        link = self._links.get(peer)
+        link = self._peers.get(peer)
         return isinstance(link, DatagramLink) and link.flow.word(flow_layout.FLOW_REACHED) != 0
 
     def reports(self) -> list[PathReport]:
         """Return the state of all paths in detail; any thread may ask."""
         return [
             _report(link, index, path, self._local_name(link.connection, index))
-            for link in list(self._links.values())
+            for link in list(self._peers.values())
             if isinstance(link, DatagramLink) and isinstance(link.connection, DatagramConnection)
             for index, path in enumerate(link.connection.paths)
         ]
@@ -197,8 +197,7 @@ class DatagramEngine(ProgressEngine):
             segment_bytes=min(self._segment_bytes, SEGMENT_BYTES),
             spread=True,
         )
-        memory = PrivateMemory(link_layout.link_bytes(NSTREAMS))
-        write_link(memory.address, config)
+        memory = self._link_memory(config, connection)
         flow = FlowMemory(flow_config(connection), memory.address, self._library.address)
         ciphers = AesGcm(connection.send_key), AesGcm(connection.recv_key)
         flow.store(flow_layout.FLOW_PORT, self._port.address)
@@ -215,8 +214,7 @@ class DatagramEngine(ProgressEngine):
             ciphers=ciphers,
             abort=self._abort_flow,
         )
-        self._write_memory(link)
-        link.store(link_layout.LINK_FLOW, flow.address)
+        memory.store(link_layout.LINK_FLOW, flow.address)
         flow.validate_paths(now_ns())
         self._set_entry(link.index, memory.address)
         self._write_hash([*self._datagram_links(), link])
@@ -236,9 +234,7 @@ class DatagramEngine(ProgressEngine):
             at = flow_layout.PORT_SOCKETS + i * flow_layout.SOCKET_BYTES
             self._store_port(at + flow_layout.SOCKET_FD, sock.fileno())
             self._store_port(at + flow_layout.SOCKET_READABLE, 1)
-            register_descriptor(
-                self._epoll.fileno(), sock.fileno(), select.EPOLLIN | select.EPOLLET, i
-            )
+            self._watch(sock.fileno(), select.EPOLLIN | select.EPOLLET, i)
         self._store_port(flow_layout.PORT_NSOCKETS, len(self._sockets))
 
     def _write_address(self, flow: FlowMemory, connection: DatagramConnection, index: int) -> None:
@@ -250,7 +246,7 @@ class DatagramEngine(ProgressEngine):
         flow.store_path(index, flow_layout.PATH_SOCKET, path.socket)
 
     def _datagram_links(self) -> list[DatagramLink]:
-        return [link for link in self._links.values() if isinstance(link, DatagramLink)]
+        return [link for link in self._peers.values() if isinstance(link, DatagramLink)]
 
     def _write_hash(self, links: Sequence[DatagramLink]) -> None:
         """Write the table from connection numbers to flows, at most half full."""

@@ -3,7 +3,8 @@
 A driver turns what it finds in memory and on the network into events of a protocol machine
 (``wire.proxy`` for streams), and carries out the machine's instructions. The proxy owns the thread,
 epoll and the sleep; it knows nothing about the network behind a driver. ``stream_driver`` is the
-implementation for TCP streams.
+implementation for TCP streams. A connection names the module of its driver, which has a function
+``open_driver(connection, context) -> Driver``.
 
 Order of calls, all on the proxy's thread: ``descriptors`` once, then any number of ``ready``,
 ``handle``, ``poll`` and ``arm``, then ``close``. None of them blocks.
@@ -12,11 +13,30 @@ Order of calls, all on the proxy's thread: ``descriptors`` once, then any number
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+from miraccl.transport.base import OnLost
+from miraccl.transport.fifo import Atomics
 from miraccl.wire.proxy_records import Event
 
 NO_TIMER = float("inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverContext:
+    """Resources that a proxy gives to its drivers.
+
+    Attributes:
+        on_lost: Called with (peer, loss) when a connection ends unexpectedly.
+        segment_bytes: Largest segment of a message.
+        shared: Objects that several drivers use, by a key of theirs.
+    """
+
+    atomics: Atomics
+    on_lost: OnLost
+    segment_bytes: int
+    shared: dict[Any, Any] = field(default_factory=dict)
 
 
 class Driver(Protocol):
@@ -24,11 +44,13 @@ class Driver(Protocol):
 
     Attributes:
         peer: Rank of the peer.
+        reached: True once a path to the peer is known to work in both directions.
         dirty: Set when flags or tails were published for which the executor may sleep; the proxy
             wakes it and resets the attribute.
     """
 
     peer: int
+    reached: bool
     dirty: bool
 
     @property

@@ -63,6 +63,7 @@ class FifoDriver(abc.ABC):
                 spread=spread,
             ),
         )
+        self.reached = True
         self.dirty = False
         self._pair = pair  # keeps the memory alive
         self._send: Fifo = pair.send

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from miraccl import clock
 from miraccl.errors import ProtocolError, SystemFailure
+from miraccl.proxy.driver import DriverContext
 from miraccl.proxy.fifo_driver import FifoDriver
 from miraccl.transport.fifo import Atomics, PrivateMemory, memory_at
 from miraccl.transport.net_plugin import PluginConnection
@@ -78,6 +79,16 @@ class _Buffers:
     def deregister(self) -> None:
         with suppress(SystemFailure):
             self._plugin.deregister(self._comm, self._mhandle)
+
+
+def open_driver(connection: PluginConnection, context: DriverContext) -> PluginDriver:
+    """Return the driver of a connection; see ``proxy.driver``."""
+    return PluginDriver(
+        connection,
+        atomics=context.atomics,
+        on_lost=context.on_lost,
+        segment_bytes=context.segment_bytes,
+    )
 
 
 class PluginDriver(FifoDriver):

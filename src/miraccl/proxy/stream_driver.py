@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from miraccl.errors import ProtocolError
-from miraccl.proxy.driver import NO_TIMER
+from miraccl.proxy.driver import NO_TIMER, DriverContext
 from miraccl.proxy.fifo_driver import FifoDriver
 from miraccl.proxy.stream import StreamSocket
 from miraccl.transport.base import NetConnection
@@ -21,6 +21,16 @@ from miraccl.wire.stream import Frame
 #: copies have emptied the caches, yet the other direction and other peers should not wait for more
 #: than a millisecond.
 CALLS_PER_ROUND = 4
+
+
+def open_driver(connection: NetConnection, context: DriverContext) -> StreamDriver:
+    """Return the driver of a connection; see ``proxy.driver``."""
+    return StreamDriver(
+        connection,
+        atomics=context.atomics,
+        on_lost=context.on_lost,
+        segment_bytes=context.segment_bytes,
+    )
 
 
 class StreamDriver(FifoDriver):

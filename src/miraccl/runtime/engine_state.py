@@ -10,7 +10,7 @@ from miraccl.executor.cpu.kernels import layout
 from miraccl.native import atomics
 from miraccl.runtime import group
 from miraccl.runtime.rank_records import RankRecords
-from miraccl.transport.base import Capability, FifoPair
+from miraccl.transport.base import Capability, FifoPair, NetworkProxy
 
 #: Wait policies of ranks with a core each, and of ranks that share cores.
 DEDICATED_CORES = WaitPolicy(spin=1000, yields=5)
@@ -66,12 +66,9 @@ def wait_policy(ranks_per_core: float, timeout: float, membarrier: bool) -> Wait
     return replace(policy, timeout_s=timeout, membarrier=membarrier and policy.membarrier)
 
 
-def drive_network(context: Context, proxy: object, ranks_per_core: float) -> None:
+def drive_network(context: Context, proxy: NetworkProxy, ranks_per_core: float) -> None:
     """Let the engine advance the connections of ``proxy`` while it waits, if the proxy can."""
-    driver = getattr(proxy, "driver", None)  # only compiled proxies have one
-    if driver is None:
-        return
-    function, argument = driver(overlap=ranks_per_core <= OVERLAP_RANKS_PER_CORE)
+    function, argument = proxy.driver(overlap=ranks_per_core <= OVERLAP_RANKS_PER_CORE)
     if function == 0:
         return
     context.set(layout.CTX_SPIN, DRIVING_SPINS)

@@ -6,10 +6,9 @@ Setup takes four phases (``setup_phases``): the description and settings of each
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miraccl import params
 from miraccl.bootstrap.events import Event, PeerLeft, PeerLost
@@ -25,9 +24,9 @@ from miraccl.transport.base import (
     Capability,
     Endpoint,
     FifoPair,
+    NetworkProxy,
     OnLost,
     PathStatus,
-    ProxyPort,
     Transport,
     TransportContext,
 )
@@ -62,7 +61,7 @@ class ProcessFabric:
         self._setup, self._connected = setup, False
         self._on_lost = on_lost
         self._transports: list[Transport] = []
-        self._proxies: dict[str, Any] = {}
+        self._proxies: dict[str, NetworkProxy] = {}
         self._path_source = net_status.PathSource(
             name=session.name, rank=self.rank, nranks=self.nranks, paths=self.paths
         )
@@ -115,7 +114,7 @@ class ProcessFabric:
                     given,
                     budget=NET_BUDGET,
                     max_slot_bytes=NET_SLOT,
-                    proxy=partial(self._open_proxy, registry.spec_of(name).proxy),
+                    proxy=partial(self._open_proxy, registry.spec_of(name)),
                 )
             transport = registry.spec_of(name).open_for(given)
             self._transports.append(transport)
@@ -215,15 +214,13 @@ class ProcessFabric:
                     peer=event.rank,
                 )
 
-    def _open_proxy(self, name: str) -> ProxyPort:
-        """Return the proxy ``module:class``; ranks of one host import none."""
-        if name not in self._proxies:
-            module, _, kind = name.partition(":")
-            self._proxies[name] = getattr(importlib.import_module(module), kind)(
+    def _open_proxy(self, spec: registry.TransportSpec) -> NetworkProxy:
+        """Return the proxy of a transport, one of each kind; ranks of one host import none."""
+        if spec.proxy not in self._proxies:
+            self._proxies[spec.proxy] = spec.open_proxy(
                 rank=self.rank, wake=self.wake, on_lost=self._lost, control=self.shm.control
             )
-        proxy: ProxyPort = self._proxies[name]
-        return proxy
+        return self._proxies[spec.proxy]
 
     def _lost(self, peer: int, loss: Loss) -> None:
         """Handle the loss of a connection; called by the proxy."""

@@ -20,7 +20,7 @@ import os
 import socket as _socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from miraccl.deadline import Deadline
 from miraccl.transport import fifo
@@ -161,6 +161,47 @@ class FifoPair:
         return self.send.capabilities
 
 
+class Doorbell(Protocol):
+    """Means to wake a proxy's thread, as ``Fifo`` names them."""
+
+    @property
+    def doorbell(self) -> int: ...
+    @property
+    def asleep(self) -> int: ...
+
+
+def proxied_pair(
+    proxy: Doorbell,
+    slot_bytes: int,
+    *,
+    capabilities: Capability,
+    addresses: tuple[int, int] | None = None,
+    memory: Any = None,
+) -> FifoPair:
+    """Return the pair of FIFOs between this process's executor and its proxy.
+
+    Args:
+        addresses: Send and receive FIFO in memory that ``memory`` keeps alive; None allocates both.
+
+    Raises:
+        SystemFailure: The FIFOs cannot be allocated.
+    """
+    if addresses is None:
+        memory = fifo.FifoMemory(slot_bytes), fifo.FifoMemory(slot_bytes)
+        addresses = memory[0].address, memory[1].address
+    send, recv = (
+        Fifo.from_address(
+            address,
+            slot_bytes,
+            capabilities=capabilities,
+            doorbell=proxy.doorbell,
+            asleep=proxy.asleep,
+        )
+        for address in addresses
+    )
+    return FifoPair(send=send, recv=recv, readable=True, memory=memory)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PathStatus:
     """State of one path to a peer, as ``miraccl net watch`` shows it. Counters start at 0.
@@ -207,9 +248,11 @@ class NetConnection:
     """Authenticated streams to a peer and the FIFOs that they feed; the proxy owns the sockets.
 
     Attributes:
+        driver: Module of the driver that moves its messages in Python (``proxy.driver``).
         peer_slot_bytes: Size of the peer's receive slots; larger messages wait for a CTS.
     """
 
+    driver: ClassVar[str] = "miraccl.proxy.stream_driver"
     peer: int
     streams: Sequence[_socket.socket]
     pair: FifoPair
@@ -261,6 +304,7 @@ class DatagramConnection(NetConnection):
         send_key, recv_key: Keys of the two directions.
     """
 
+    driver = "miraccl.proxy.datagram_driver"
     paths: Sequence[DatagramPath]
     connection: int
     peer_connection: int
@@ -269,13 +313,9 @@ class DatagramConnection(NetConnection):
     options: DatagramOptions
 
 
-class ProxyPort(Protocol):
+class ProxyPort(Doorbell, Protocol):
     """Interface of the proxy to network transports."""
 
-    @property
-    def doorbell(self) -> int: ...
-    @property
-    def asleep(self) -> int: ...
     def attach(self, connections: Sequence[NetConnection]) -> None:
         """Take over the sockets and start to move messages."""
 
@@ -288,6 +328,18 @@ class ProxyPort(Protocol):
         """Send ``text`` to all peers that still read, and close; memory is not touched
         afterwards.
         """
+
+
+class NetworkProxy(ProxyPort, Protocol):
+    """Interface of the proxy to its owner."""
+
+    def driver(self, *, overlap: bool) -> tuple[int, int]:
+        """Return the function by which a waiting executor advances the connections, 0 for none,
+        and its first argument (``proxy.progress_thread``).
+        """
+
+    def close(self) -> None:
+        """Close all connections and end the thread; idempotent."""
 
 
 class DatagramPort(ProxyPort, Protocol):

@@ -40,14 +40,14 @@ from miraccl.transport.base import (
     DatagramPath,
     DatagramPort,
     Endpoint,
-    Fifo,
     FifoPair,
     PathStatus,
     Transport,
     TransportContext,
+    proxied_pair,
 )
 from miraccl.transport.connect_round import family_of
-from miraccl.transport.fifo import FifoMemory, check_slot_bytes, slot_bytes_for
+from miraccl.transport.fifo import check_slot_bytes, slot_bytes_for
 from miraccl.wire.datagram.control import controller
 from miraccl.wire.datagram.packets import MAX_PATHS, MIN_MTU
 from miraccl.wire.datagram.seal import SETUP_NONCE_BYTES, Protection, derive_key
@@ -350,20 +350,9 @@ class DatagramTransport(Transport):
         """Return the fields of a connection that do not depend on the network."""
         own = self._info
         assert own is not None
-        send, recv = FifoMemory(self._slot_bytes), FifoMemory(self._slot_bytes)
-        shared: dict[str, Any] = {
-            "capabilities": capabilities,
-            "doorbell": self._proxy.doorbell,
-            "asleep": self._proxy.asleep,
-        }
         return {
             "peer": peer,
-            "pair": FifoPair(
-                send=Fifo.from_address(send.address, self._slot_bytes, **shared),
-                recv=Fifo.from_address(recv.address, self._slot_bytes, **shared),
-                readable=True,
-                memory=(send, recv),
-            ),
+            "pair": proxied_pair(self._proxy, self._slot_bytes, capabilities=capabilities),
             "peer_slot_bytes": info.slot_bytes,
             "connection": (own.connection + peer) & 0xFFFFFFFF,
             "peer_connection": (info.connection + self.rank) & 0xFFFFFFFF,

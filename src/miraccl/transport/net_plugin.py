@@ -14,7 +14,6 @@ import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from miraccl import clock, params
 from miraccl.deadline import Deadline
@@ -30,14 +29,14 @@ from miraccl.native.nccl_net_plugin import NetPlugin, load_first
 from miraccl.transport import registry
 from miraccl.transport.base import (
     Endpoint,
-    Fifo,
     FifoPair,
     NetConnection,
     ProxyPort,
     Transport,
     TransportContext,
+    proxied_pair,
 )
-from miraccl.transport.fifo import FifoMemory, check_slot_bytes, slot_bytes_for
+from miraccl.transport.fifo import check_slot_bytes, slot_bytes_for
 
 DEVICE = 0
 POLL_S = 0.0005
@@ -51,6 +50,7 @@ class PluginConnection(NetConnection):
         send_comm, recv_comm: The plugin's connections; the driver closes them.
     """
 
+    driver = "miraccl.proxy.plugin_driver"
     plugin: NetPlugin
     send_comm: int
     recv_comm: int
@@ -189,17 +189,11 @@ class PluginTransport(Transport):
         return sends, recvs
 
     def _connection(self, peer: int, send: int, recv: int, peer_slot: int) -> PluginConnection:
-        memories = FifoMemory(self._slot_bytes), FifoMemory(self._slot_bytes)
-        shared: dict[str, Any] = {
-            "capabilities": registry.PLUGIN.capabilities,
-            "doorbell": self._proxy.doorbell,
-            "asleep": self._proxy.asleep,
-        }
-        ends = [Fifo.from_address(m.address, self._slot_bytes, **shared) for m in memories]
+        capabilities = registry.PLUGIN.capabilities
         return PluginConnection(
             peer=peer,
             streams=(),
-            pair=FifoPair(send=ends[0], recv=ends[1], readable=True, memory=memories),
+            pair=proxied_pair(self._proxy, self._slot_bytes, capabilities=capabilities),
             peer_slot_bytes=peer_slot,
             plugin=self._plugin,
             send_comm=send,

@@ -17,7 +17,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from miraccl.errors import InvalidUsage, SystemFailure
-from miraccl.transport.base import Capability, Endpoint, Transport, TransportContext
+from miraccl.transport.base import (
+    Capability,
+    Endpoint,
+    NetworkProxy,
+    OnLost,
+    Transport,
+    TransportContext,
+    Wake,
+)
 
 AUTO = "auto"
 Score = tuple[int, str]
@@ -58,6 +66,16 @@ class TransportSpec:
         open_transport = self.open or importlib.import_module(self.module).open_transport
         transport: Transport = open_transport(context)
         return transport
+
+    def open_proxy(
+        self, *, rank: int, wake: Wake, on_lost: OnLost, control: int = 0
+    ) -> NetworkProxy:
+        """Start the proxy that moves its messages; arguments as for ``proxy.stream_engine``."""
+        module, _, kind = self.proxy.partition(":")
+        proxy: NetworkProxy = getattr(importlib.import_module(module), kind)(
+            rank=rank, wake=wake, on_lost=on_lost, control=control
+        )
+        return proxy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,6 @@ import json
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from miraccl import params
 from miraccl.deadline import Deadline
@@ -29,13 +28,13 @@ from miraccl.sockets import open_in_range
 from miraccl.transport import registry
 from miraccl.transport.base import (
     Endpoint,
-    Fifo,
     FifoPair,
     NetConnection,
     PathStatus,
     ProxyPort,
     Transport,
     TransportContext,
+    proxied_pair,
 )
 from miraccl.transport.connect_round import (
     ConnectRound,
@@ -44,7 +43,7 @@ from miraccl.transport.connect_round import (
     family_of,
     set_tcp_options,
 )
-from miraccl.transport.fifo import FifoMemory, check_slot_bytes, slot_bytes_for
+from miraccl.transport.fifo import check_slot_bytes, slot_bytes_for
 from miraccl.transport.tcp_info import path_status
 from miraccl.wire.stream import MAX_STREAMS, derive_key
 
@@ -269,18 +268,7 @@ class SocketTransport(Transport):
     def _connection(
         self, peer: int, streams: Sequence[ProvenStream], info: ConnectInfo
     ) -> NetConnection:
-        send, recv = FifoMemory(self._slot_bytes), FifoMemory(self._slot_bytes)
-        shared: dict[str, Any] = {
-            "capabilities": CAPABILITIES,
-            "doorbell": self._proxy.doorbell,
-            "asleep": self._proxy.asleep,
-        }
-        pair = FifoPair(
-            send=Fifo.from_address(send.address, self._slot_bytes, **shared),
-            recv=Fifo.from_address(recv.address, self._slot_bytes, **shared),
-            readable=True,
-            memory=(send, recv),
-        )
+        pair = proxied_pair(self._proxy, self._slot_bytes, capabilities=CAPABILITIES)
         return NetConnection(
             peer=peer, streams=[s.sock for s in streams], pair=pair, peer_slot_bytes=info.slot_bytes
         )

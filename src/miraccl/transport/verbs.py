@@ -23,7 +23,13 @@ from miraccl.errors import CommunicatorClosed, ProtocolError, SystemFailure
 from miraccl.native.verbs_abi import VerbsLibrary
 from miraccl.topo.hca import Hca, Port
 from miraccl.transport import registry
-from miraccl.transport.base import Fifo, FifoPair, Transport, TransportContext
+from miraccl.transport.base import (
+    Doorbell,
+    FifoPair,
+    Transport,
+    TransportContext,
+    proxied_pair,
+)
 from miraccl.transport.fifo import (
     NSLOTS,
     SLOTS_OFFSET,
@@ -156,13 +162,9 @@ class VerbsConnection:
         self.queues = [0] * len(self.devices)
 
 
-class VerbsPort(Protocol):
+class VerbsPort(Doorbell, Protocol):
     """Interface of the engine to this transport."""
 
-    @property
-    def doorbell(self) -> int: ...
-    @property
-    def asleep(self) -> int: ...
     def add_devices(self, devices: Sequence[VerbsDevice]) -> None:
         """Watch the channels and events of opened devices; called once."""
 
@@ -250,6 +252,7 @@ class VerbsTransport(Transport):
 
     def _prepare(self, peer: int, peer_devices: int) -> VerbsConnection:
         """Make the queue pairs and the memory of one connection."""
+        assert self._engine is not None
         devices = self._devices
         count = self.options.qps_per_connection * min(max(len(devices), peer_devices), MAX_DEVICES)
         count = min(count, MAX_STREAMS)
@@ -272,7 +275,13 @@ class VerbsTransport(Transport):
             queues=queues,
             memory=memory,
             keys=keys,
-            pair=self._pair(memory),
+            pair=proxied_pair(
+                self._engine,
+                memory.slot_bytes,
+                capabilities=CAPABILITIES,
+                addresses=(memory.send_fifo, memory.recv_fifo),
+                memory=memory,
+            ),
             options=self.options,
         )
         self._connections[peer] = conn  # closed with the others if the next one fails
@@ -288,20 +297,6 @@ class VerbsTransport(Transport):
             conn.qps.append(qp)
             qp.create()
         return conn
-
-    def _pair(self, memory: ConnectionMemory) -> FifoPair:
-        assert self._engine is not None
-        send, recv = (
-            Fifo.from_address(
-                address,
-                memory.slot_bytes,
-                capabilities=CAPABILITIES,
-                doorbell=self._engine.doorbell,
-                asleep=self._engine.asleep,
-            )
-            for address in (memory.send_fifo, memory.recv_fifo)
-        )
-        return FifoPair(send=send, recv=recv, readable=True, memory=memory)
 
     def connect(self, infos: Mapping[int, bytes]) -> dict[int, FifoPair]:
         self._check_open()

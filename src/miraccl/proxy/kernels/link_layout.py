@@ -120,7 +120,7 @@ def link_bytes(nstreams: int) -> int:
     return LINK_STREAMS + STREAM_BYTES * nstreams
 
 
-# ---- faults: kinds and codes; the texts are in ``proxy.stream_engine``
+# ---- faults: kinds and codes; the texts are in ``proxy.link_memory``
 
 FAULT_CLOSED, FAULT_RESET, FAULT_PROTOCOL, FAULT_ABORTED, FAULT_INTERNAL = 1, 2, 3, 4, 5
 (

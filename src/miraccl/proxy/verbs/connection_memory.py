@@ -5,15 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from miraccl.proxy.kernels import link_layout
-from miraccl.proxy.stream_engine import write_link
+from miraccl.proxy.link_memory import LinkMemory
 from miraccl.proxy.verbs.kernels import verbs_layout as layout
 from miraccl.transport.fifo import PrivateMemory, memory_at
 from miraccl.transport.verbs import VerbsConnection
-from miraccl.wire.proxy_records import LinkConfig
+from miraccl.wire.proxy_records import LinkConfig, Loss, LossKind
 from miraccl.wire.verbs.failover import Failover
 from miraccl.wire.verbs.rows import ROW_BYTES
 
 PAUSED, MOVING = 1, 2
+
+#: Texts of faults by code, besides those of ``proxy.link_memory``.
+FAULT_TEXTS = {
+    layout.REGISTER_FAILED: "cannot register {0} bytes at {1:#x} for a transfer (is the limit of "
+    "locked memory, ulimit -l, too low?)",
+    layout.BAD_ROW: "it sent a row of kind {0} on stream {1} that cannot be true ({2})",
+    layout.BAD_PLACEMENT: "it placed message {0} of {1} bytes where it may not (place {2})",
+}
 
 
 @dataclass(eq=False)
@@ -31,7 +39,7 @@ class EngineConnection:
     conn: VerbsConnection
     index: int
     failover: Failover
-    link: PrivateMemory
+    link: LinkMemory
     state: PrivateMemory
     arguments: PrivateMemory
     texts: dict[int, str] = field(default_factory=dict)
@@ -47,42 +55,25 @@ class EngineConnection:
     ) -> EngineConnection:
         """Allocate the state of a connection and write its constants."""
         count = len(conn.qps)
-        made = cls(
-            conn=conn,
-            index=index,
-            failover=Failover(count, initiator=initiator),
-            link=PrivateMemory(link_layout.link_bytes(count)),
-            state=PrivateMemory(layout.CONN_BYTES),
-            arguments=PrivateMemory(4096),
-        )
-        made._write_link(engine, count)
-        made._write_connection(engine, count)
-        return made
-
-    def _write_link(self, engine: int, count: int) -> None:
-        conn, pair = self.conn, self.conn.pair
         config = LinkConfig(
             nstreams=count,
             send_slot_bytes=conn.peer_slot_bytes,
-            recv_slot_bytes=pair.recv.slot_bytes,
+            recv_slot_bytes=conn.pair.recv.slot_bytes,
             segment_bytes=conn.options.piece_bytes,
             queue_bytes=1 << 23,
             spread=True,
             policy=conn.options.policy,
         )
-        write_link(self.link.address, config)
-        for offset, value in (
-            (link_layout.LINK_ENGINE, engine),
-            (link_layout.LINK_PEER, conn.peer),
-            (link_layout.LINK_SEND_DESCRIPTORS, pair.send.descriptors),
-            (link_layout.LINK_SEND_TAIL, pair.send.tail),
-            (link_layout.LINK_SEND_SLOTS, pair.send.slots),
-            (link_layout.LINK_RECV_DESCRIPTORS, pair.recv.descriptors),
-            (link_layout.LINK_RECV_TAIL, pair.recv.tail),
-            (link_layout.LINK_RECV_CTS, pair.recv.cts),
-            (link_layout.LINK_RECV_SLOTS, pair.recv.slots),
-        ):
-            self.store_link(offset, value)
+        made = cls(
+            conn=conn,
+            index=index,
+            failover=Failover(count, initiator=initiator),
+            link=LinkMemory(config, engine=engine, peer=conn.peer, pair=conn.pair),
+            state=PrivateMemory(layout.CONN_BYTES),
+            arguments=PrivateMemory(4096),
+        )
+        made._write_connection(engine, count)
+        return made
 
     def _write_connection(self, engine: int, count: int) -> None:
         conn, memory = self.conn, self.conn.memory
@@ -140,10 +131,10 @@ class EngineConnection:
         self._put(self.state.address + offset, value)
 
     def link_word(self, offset: int) -> int:
-        return self._get(self.link.address + offset)
+        return self.link.word(offset)
 
     def store_link(self, offset: int, value: int) -> None:
-        self._put(self.link.address + offset, value)
+        self.link.store(offset, value)
 
     def qp_word(self, qp: int, offset: int) -> int:
         return self.word(layout.CONN_QPS + qp * layout.QP_BYTES + offset)
@@ -160,13 +151,46 @@ class EngineConnection:
     # --- views
 
     @property
+    def address(self) -> int:
+        """Address of the compiled state."""
+        return self.state.address
+
+    @property
+    def peer(self) -> int:
+        return self.conn.peer
+
+    @property
     def count(self) -> int:
         return len(self.conn.qps)
 
     @property
     def alive(self) -> bool:
         """True while queue pairs and memory are in use."""
-        return self.link_word(link_layout.LINK_STATE) <= link_layout.STATE_CLOSING
+        return self.link.alive
+
+    def take_end(self) -> tuple[bool, Loss | None]:
+        """Return (True, loss) once, when the connection has ended; see ``CompiledPeer``."""
+        if not self.link.take_end():
+            return False, None
+        return True, self._loss() if self.link.lost else None
+
+    def _loss(self) -> Loss:
+        if (
+            self.link_word(link_layout.LINK_FAULT) == link_layout.FAULT_RESET
+            and self.link_word(link_layout.LINK_FAULT_CODE) == layout.ALL_PATHS_FAILED
+        ):
+            failed = [f"{self.conn.edges[qp]}: {text}" for qp, text in sorted(self.texts.items())]
+            return Loss(LossKind.RESET, "no queue pair works: " + "; ".join(dict.fromkeys(failed)))
+        return self.link.loss(FAULT_TEXTS)
+
+    def note_ready(self) -> None:
+        """Set ``conn.ready`` once the peer was heard on every queue pair that works."""
+        if self.conn.ready.is_set():
+            return
+        heard = self.word(layout.CONN_HELLOS)
+        up = [i for i in range(self.count) if i not in self.texts]
+        if up and all(heard >> i & 1 for i in up):
+            self.conn.ready.set()
 
     def received(self) -> list[int]:
         """Return the rows processed of each incoming stream."""

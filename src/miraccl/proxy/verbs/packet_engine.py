@@ -7,12 +7,11 @@ until then its packets count as lost, and the flows use other paths.
 
 from __future__ import annotations
 
-import ctypes
 import select
 import struct
 from collections.abc import Sequence
 
-from miraccl import clock, native, trace
+from miraccl import clock, trace
 from miraccl.errors import SystemFailure
 from miraccl.native import verbs_abi as abi
 from miraccl.native.verbs_abi import VerbsLibrary
@@ -20,7 +19,6 @@ from miraccl.proxy.datagram_engine import DatagramEngine
 from miraccl.proxy.flow_memory import FlowMemory
 from miraccl.proxy.kernels import flow_layout, queue_layout
 from miraccl.proxy.kernels.datagram_engine import QUEUE_DATA
-from miraccl.proxy.stream_engine import register_descriptor
 from miraccl.transport.base import DatagramConnection, OnLost, Wake
 from miraccl.transport.fifo import PrivateMemory, memory_at
 from miraccl.transport.verbs_datagram import VerbsDatagramConnection
@@ -56,11 +54,10 @@ class VerbsDatagramEngine(DatagramEngine):
         self._records: dict[PacketPair, PrivateMemory] = {}
         super().__init__(rank=rank, wake=wake, on_lost=on_lost, control=control)
 
-    def _prepare(self, library: native.CodeLibrary) -> None:
-        super()._prepare(library)
-        kind = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 2)
-        self._post_receives = kind(library.address(native.PREFIX + "post_receives"))
-        self._drain_queues = kind(library.address(native.PREFIX + "drain_queues"))
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._post_receives = self._function("post_receives")
+        self._drain_queues = self._function("drain_queues")
 
     def failed_pairs(self) -> list[str]:
         """Return the names of queue pairs that have failed and could not be used again."""
@@ -102,9 +99,7 @@ class VerbsDatagramEngine(DatagramEngine):
             (queue_layout.DEVICE_ACK_EVENTS, self._verbs.address("ibv_ack_cq_events")),
         ):
             _store(record + offset, value)
-        register_descriptor(
-            self._epoll.fileno(), device.channel_fd, select.EPOLLIN, QUEUE_DATA + index
-        )
+        self._watch(device.channel_fd, select.EPOLLIN, QUEUE_DATA + index)
 
     def _write_pair(self, pair: PacketPair, record: int) -> None:
         operations = pair.on.device.operations

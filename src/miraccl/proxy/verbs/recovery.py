@@ -6,11 +6,12 @@ Everything here runs on the engine's thread.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 from miraccl import clock, trace
 from miraccl.errors import MiracclError, ProtocolError
+from miraccl.proxy.compiled_thread import Kernel
 from miraccl.proxy.kernels import link_layout
 from miraccl.proxy.verbs.connection_memory import MOVING, PAUSED, EngineConnection
 from miraccl.proxy.verbs.kernels import verbs_layout as layout
@@ -28,9 +29,6 @@ from miraccl.wire.verbs.rows import (
 from miraccl.wire.verbs.status import describe_status
 
 log = trace.logger("verbs")
-
-Kernel = Callable[[int, int], int]
-"""Compiled function of (connection, arguments)."""
 
 #: Time in which a stopped queue pair completes its receives; then it is reset. Soft-RoCE of Linux
 #: 6.1 forgets them.

@@ -24,9 +24,8 @@ from miraccl.native.intrinsics import (
     syscall,
 )
 from miraccl.proxy.kernels import link_layout
-from miraccl.proxy.kernels.link import advance, on_close_requested, on_consumed, on_receive_posted
-from miraccl.proxy.kernels.link_io import source_of
-from miraccl.proxy.kernels.link_receive import in_of
+from miraccl.proxy.kernels.link import advance, on_close_requested, on_consumed
+from miraccl.proxy.kernels.link_io import scan_cts, source_of
 from miraccl.proxy.kernels.link_send import alive, fail, on_posted
 from miraccl.proxy.kernels.progress_engine import (
     DOORBELL_DATA,
@@ -102,35 +101,6 @@ def scan_posts(conn: int) -> bool:
 
 
 @inline
-def scan_receives(conn: int) -> bool:
-    """Process the receives that the executor has posted; return True if there were any."""
-    link, found = load(conn + layout.CONN_LINK), False
-    message = load(link + link_layout.LINK_DELIVERED)
-    last = load(link + link_layout.LINK_TAIL) + layout.NSLOTS
-    while message < last and alive(link):
-        line = (
-            load(link + link_layout.LINK_RECV_CTS)
-            + (message & (layout.NSLOTS - 1)) * link_layout.LINE_BYTES
-        )
-        record = in_of(link, message)
-        if (
-            load_acquire(line) == message + 1
-            and load(record + link_layout.IN_ADDRESS_FOR) != message + 1
-        ):
-            found = True
-            address, nbytes = load(line + 8), load(line + 16)
-            if nbytes < 0 or (nbytes != 0 and address < PAGE_BYTES):
-                fail(link, link_layout.FAULT_INTERNAL, link_layout.BAD_CTS, nbytes, address, 0)
-            else:
-                store(record + link_layout.IN_ADDRESS_FOR, message + 1)
-                store(record + link_layout.IN_ADDRESS, address)
-                on_receive_posted(link, message, nbytes)
-                advance(link)
-        message += 1
-    return found
-
-
-@inline
 def scan(conn: int) -> bool:
     """Process what the executor has published; return True if there was anything."""
     link = load(conn + layout.CONN_LINK)
@@ -144,7 +114,7 @@ def scan(conn: int) -> bool:
         advance(link)
     if scan_posts(conn):
         found = True
-    if scan_receives(conn):
+    if scan_cts(link):
         found = True
     return found
 
