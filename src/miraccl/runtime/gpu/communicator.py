@@ -13,65 +13,35 @@ another stream waits for the previous call. Waiting kernels poll an abort word a
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import json
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from miraccl import trace
-from miraccl.diagnosis.detector import deadlock_detector
-from miraccl.diagnosis.error_codec import decode_error, encode_error
-from miraccl.diagnosis.stream_states import stream_states
-from miraccl.diagnosis.waits import stream_name
-from miraccl.errors import (
-    BootstrapError,
-    CollectiveTimeout,
-    CommunicatorClosed,
-    InvalidUsage,
-    MiracclError,
-    PeerDied,
-    SystemFailure,
-)
+from miraccl.errors import CollectiveTimeout, CommunicatorClosed, InvalidUsage, MiracclError
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.gpu import Gpu
-from miraccl.executor.cuda.launch import KernelLaunch, Kernels, driver_addresses
-from miraccl.executor.cuda.lower import CommArgs
-from miraccl.executor.cuda.message_launch import MessageLaunches
-from miraccl.executor.cuda.message_lowering import WarpQueueRules
-from miraccl.fastpath.cuda.table import CudaFastPath, group_builtins
 from miraccl.ops.device_arrays import DeviceMemory, DeviceReader, array_kinds
 from miraccl.ops.spec import OPS
-from miraccl.planning.cta_limits import CtaLimits
-from miraccl.planning.device_planner import DevicePlanner
-from miraccl.planning.ring_order import RingOrder, find_ring
-from miraccl.runtime import forks, summary
-from miraccl.runtime import group as groups
+from miraccl.runtime import forks
 from miraccl.runtime.control import GPU_SETUP, ControlPlane, NullControlPlane
 from miraccl.runtime.forks import closed_reason
+from miraccl.runtime.gpu.closing import CLOSE_WAIT_S, exchange_findings
 from miraccl.runtime.gpu.collective_calls import CollectiveCalls
-from miraccl.runtime.gpu.engines import CopyEngines
 from miraccl.runtime.gpu.grouped import FastPathGroupable
-from miraccl.runtime.gpu.keep_alive import KeepAlive
-from miraccl.runtime.gpu.kernel_faults import DeviceFaults
-from miraccl.runtime.gpu.launch_order import LaunchOrders, thread_launch_orders
+from miraccl.runtime.gpu.launch_paths import LaunchPaths
 from miraccl.runtime.gpu.messages import MessageOperations, message_frame
-from miraccl.runtime.gpu.probe import DeviceProbe
-from miraccl.runtime.gpu.stream_order import StreamOrder
-from miraccl.runtime.gpu.wait_state import KernelWaitState
-from miraccl.runtime.gpu.windows import DeviceWindows
+from miraccl.runtime.gpu.resources import DeviceResources
+from miraccl.runtime.gpu.wait_state import KernelWaitState, kernel_stream_name, monitor_kernels
 from miraccl.runtime.options import Options
 from miraccl.runtime.setup_phases import SetupPhases
-from miraccl.transport.cuda_p2p import Explanation, SymmetricMemory
 
 if TYPE_CHECKING:
     from miraccl.bootstrap.contract import Session
+    from miraccl.executor.cuda.launch import KernelLaunch
     from miraccl.executor.cuda.one_sided import OneSidedLaunch
     from miraccl.executor.cuda.plan import DevicePlan
     from miraccl.fastpath.fast_calls import FastCalls
-
-_log = trace.logger("init")
-CLOSE_WAIT_S = 10.0
+    from miraccl.runtime.gpu.launch_order import LaunchOrders
+    from miraccl.runtime.gpu.windows import DeviceWindows
+    from miraccl.transport.cuda_p2p import Explanation
 
 
 class DeviceCommunicator(CollectiveCalls, MessageOperations, FastPathGroupable):
@@ -106,135 +76,45 @@ class DeviceCommunicator(CollectiveCalls, MessageOperations, FastPathGroupable):
                 f"GPU memory is communicated among 1 to {layout.MAX_RANKS} ranks of one host",
                 rank=self.rank,
             )
-        self.planner = DevicePlanner(self.rank, self.nranks, options)
-        self.gpu = Gpu(ordinal)
-        self.reader = DeviceReader(self.rank, self.nranks, self.gpu)
         self._plane = plane or NullControlPlane(session)
-        self.symmetric = SymmetricMemory(
-            self.gpu,
-            self.rank,
-            self.nranks,
-            layout.TOTAL_BYTES,
-            layout.INITIAL_FILL,
-            stages=stages,
-        )
-        self.probe = DeviceProbe(
-            self.gpu, self.symmetric, lambda: [*self._launches.items(), *self._engines.launches()]
-        )
-        try:
-            self._host, self._host_address, host_on_gpu = self.gpu.host_words(layout.HOST_BYTES)
-            # Created before the ranks agree: a rank that is ready may already send notices.
-            self.faults = DeviceFaults(
-                session,
-                self._host,
-                options.timeout,
-                read_snapshot=self.probe.snapshot,
-                describe_launch=self.probe.describe_launch,
-                rejected_size=self.probe.rejected_size,
-                stopped=self.probe.stopped,
-                global_ranks=global_ranks,
-            )
-            self.ring, self.ctas = self._agree(options.cta_policy, stages)
-        except (
-            BootstrapError,
-            PeerDied,
-            SystemFailure,
-        ):
-            # Only for these errors: after others, such as a deadline, a peer may be ready and
-            # write to this rank's memory, which therefore stays mapped.
-            with contextlib.suppress(MiracclError):
-                self.symmetric.close()
-            raise
-        self._comm_args = CommArgs(
-            rank=self.rank,
-            own=self.symmetric.own,
-            inboxes=tuple(self.symmetric.inboxes),
-            outboxes=tuple(self.symmetric.outboxes),
-            host=host_on_gpu,
-            timeout_ns=int(options.timeout * 1e9),
-            order=self.ring.kernel_order,
-            direct=self.symmetric.all_direct,
-        )
-        self._kernels = Kernels(self.gpu)
         self._launches: dict[tuple[Any, ...], KernelLaunch | OneSidedLaunch] = {}
         self._windows: DeviceWindows | None = None
         self._same_window_offset = True
-        self._engines = CopyEngines(
-            self.gpu, self._kernels, self._comm_args, self.symmetric, self.ctas
+        owned = self._resources = DeviceResources(
+            session,
+            ordinal,
+            options,
+            stages,
+            global_ranks=global_ranks,
+            launches=lambda: [*self._launches.items(), *self._engines.launches()],
         )
-        self._keep_alive = KeepAlive(self.gpu)
-        self._launch_order = (launch_orders or thread_launch_orders()).on(ordinal)
-        self._fast_path = self._open_fast_path()
-        self.streams = StreamOrder(self.gpu, self._fast_path)
+        self.gpu, self.symmetric, self.probe = owned.gpu, owned.symmetric, owned.probe
+        self.planner = owned.planner
+        self.faults, self.ring, self.ctas = owned.faults, owned.ring, owned.ctas
+        self._host, self._comm_args = owned.host, owned.comm_args
+        self.reader = DeviceReader(self.rank, self.nranks, self.gpu)
+        paths = self._paths = LaunchPaths(
+            owned, launch_orders, own=id(self), hand_over=self._hand_over
+        )
+        self._launch_order = paths.launch_order
+        self._kernels, self._engines = paths.kernels, paths.engines
+        self._messages, self._fast_path = paths.messages, paths.fast_path
+        self.streams = paths.streams
         self.fast = self._fast_path.fast_calls(OPS.values())
-        rules = WarpQueueRules(
-            nranks=self.nranks,
-            multiprocessors=self.ctas.max_sms,
-            frame=message_frame(self.symmetric),
-        )
-        self._messages = MessageLaunches(
-            self.gpu, self._kernels, self._comm_args, rules, self._fast_path
-        )
         self._plan: DevicePlan | None = None  # of the last operation on the slow path
         if self.ctas.copy_engines_only and self.nranks > 1:
             self.faults.monitor_copies(self._engines, self.probe.pending_copies)
         #: name of this rank's GPU work in the wait-for graph
-        self.stream_name = stream_name(session.tokens[self.rank], session.key, self.rank)
+        self.stream_name = kernel_stream_name(session)
         self.wait_state: KernelWaitState | None = None
         # A part of a multi-node communicator is monitored as part of that one.
         if not global_ranks and self.nranks > 1:
-            self.wait_state = KernelWaitState(
+            self.wait_state = monitor_kernels(
                 session, self.probe, self.faults.fail_deadlocked, self._is_drained
             )
-            stream_states.add(self.wait_state)
-            deadlock_detector.wake()  # kernels cannot do that
         self._closed = self._foreign = False
         forks.register(self)
-        if _log.isEnabledFor(logging.INFO):
-            kinds = {
-                a + b - self.rank: kind
-                for (a, b), kind, _ in self.connections()
-                if self.rank in (a, b)
-            }
-            _log.info(
-                "%s: %s",
-                session.name,
-                summary.describe_gpu(
-                    self.rank, ordinal, kinds, self.ring.order, self.ring.reason, self.ctas.max_sms
-                ),
-            )
-
-    def _agree(self, cta_policy: str, stages: SetupPhases) -> tuple[RingOrder, CtaLimits]:
-        """Agree on the ring order, found by rank 0, and on the SM limits.
-
-        On return all ranks have mapped and initialised their memory, so packets may be sent.
-        """
-        ready: dict[str, Any] = {"ctas": CtaLimits.proposal(self.gpu.multiprocessors, cta_policy)}
-        if self.rank == 0:
-            ready["ring"] = find_ring(self.symmetric.facts, self.symmetric.paths_read).to_json()
-        answers = stages.exchange("gpu ready", ready)
-        return RingOrder.from_json(answers[0]["ring"]), CtaLimits.agree(
-            [answer["ctas"] for answer in answers]
-        )
-
-    def _open_fast_path(self) -> CudaFastPath:
-        address = groups.address()
-        groups.install_fast_path(*group_builtins(address))
-        fast_path = CudaFastPath(
-            self.rank,
-            self.nranks,
-            self.gpu.ordinal,
-            abort=ctypes.addressof(self._host) + 4 * layout.HOST_ABORT,
-            order=self._launch_order.address,
-            own=id(self),
-            groups=address,
-            hand_over=self._hand_over,
-            retain=self._keep_alive.retain,
-        )
-        fast_path.set_driver_functions(
-            *driver_addresses(self.gpu, "cuPointerGetAttribute", "cuStreamIsCapturing")
-        )
-        return fast_path
+        owned.log_summary(session.name)
 
     def fast_calls_before(self, fallback: FastCalls, cpu_plan: int) -> FastCalls:
         self._fast_path.set_cpu_plan_word(cpu_plan)
@@ -247,7 +127,7 @@ class DeviceCommunicator(CollectiveCalls, MessageOperations, FastPathGroupable):
         self.check("empty")
         self.gpu.make_current()
         if self._windows is None:
-            self._windows = DeviceWindows(self.symmetric)
+            self._windows = self._resources.open_windows()
             self._drop_launches()  # operations into windows may run another algorithm
         stages = SetupPhases(self.session, activity="empty on GPUs")
         try:
@@ -313,17 +193,11 @@ class DeviceCommunicator(CollectiveCalls, MessageOperations, FastPathGroupable):
         """Keep the objects behind these views alive until the GPU has finished with them."""
         objects = [view.keep for view in views if view.keep is not None]
         if objects:
-            self._keep_alive.retain(objects, number)
+            self._paths.keep_alive.retain(objects, number)
 
     def memory(self) -> dict[str, int]:
         """Return the bytes that this rank holds: on its GPU, of these in windows, and pinned."""
-        windows = self._windows.nbytes if self._windows is not None else 0
-        own = self.symmetric.nbytes if self.nranks > 1 else 0
-        return {
-            "device": own + windows,
-            "windows": windows,
-            "pinned": layout.HOST_BYTES + self.symmetric.host_bytes(),
-        }
+        return self._resources.memory()
 
     # ---- failure and end
 
@@ -407,46 +281,16 @@ class DeviceCommunicator(CollectiveCalls, MessageOperations, FastPathGroupable):
             self.wait_state.close()
         unreported = self.faults.unreported(already_reported)  # includes peers' findings until now
         if all_closed and self.nranks > 1:
-            unreported = self._exchange_findings(unreported, already_reported)
+            unreported = exchange_findings(self.session, self.faults, unreported, already_reported)
         self.faults.close()
         self._launches.clear()
         if all_closed:
-            self._engines.close()
-            if self._windows is not None:
-                self._windows.close()
-            self.symmetric.close()
-            self._fast_path.retained.clear()
-            self._keep_alive.close()
-            self.streams.close()
-            self._messages.close()
-            with contextlib.suppress(MiracclError):
-                self.gpu.free_host(self._host_address)
-                self.gpu.close()
+            self._resources.close_windows()
+            self._paths.close()
+            self._resources.close()
         if self._owns_session:
             self.session.close()
         return unreported
-
-    def _exchange_findings(
-        self, unreported: MiracclError | None, already_reported: bool
-    ) -> MiracclError | None:
-        """Return the fault found at the end by this rank or another one.
-
-        The sender of an unmatched message learns of it here.
-        """
-        records: list[Any] = []
-        with contextlib.suppress(MiracclError):
-            own = json.dumps(encode_error(unreported) if unreported is not None else None).encode()
-            records = [
-                json.loads(blob)
-                for blob in self.session.all_gather(own, "gpu closed", CLOSE_WAIT_S)
-            ]
-        if unreported is not None or already_reported or self.faults.reported:
-            return unreported
-        errors = (
-            decode_error(record, rank=self.faults.rank, source=self.faults.rank)
-            for record in records
-        )
-        return next((error for error in errors if error is not None), None)
 
     def forked(self) -> None:
         """Close in a forked child, where CUDA does not work and pinned memory may be missing."""

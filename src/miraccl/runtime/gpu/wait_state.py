@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 
 from miraccl.bootstrap.contract import Session
 from miraccl.diagnosis import blocked_ops
+from miraccl.diagnosis.detector import deadlock_detector
 from miraccl.diagnosis.stream_states import stream_states, wait_for_host
 from miraccl.diagnosis.waits import (
     BlockedState,
@@ -74,7 +75,7 @@ class KernelWaitState(DeviceWaitState):
         """``is_done()``: nothing is enqueued, nor can a graph enqueue anything."""
         super().__init__(
             session,
-            stream_name(session.tokens[session.rank], session.key, session.rank),
+            kernel_stream_name(session),
             needs_probe=True,
         )
         self._is_done = is_done
@@ -88,3 +89,18 @@ class KernelWaitState(DeviceWaitState):
         if not waits and program is not None and self._is_done():
             waits = [wait_for_host(program, self._session.tokens[self._session.rank])]
         return {self.name: BlockedState(waits, self.kernels.progress())}
+
+
+def kernel_stream_name(session: Session) -> str:
+    """Return the name of this rank's GPU work in the wait-for graph."""
+    return stream_name(session.tokens[session.rank], session.key, session.rank)
+
+
+def monitor_kernels(
+    session: Session, probe: DeviceProbe, end: FailFn, is_done: Callable[[], bool]
+) -> KernelWaitState:
+    """Include a rank's kernels in the wait-for graph; arguments as for ``KernelWaitState``."""
+    state = KernelWaitState(session, probe, end, is_done)
+    stream_states.add(state)
+    deadlock_detector.wake()  # kernels cannot do that
+    return state

@@ -14,13 +14,10 @@ staged, because they must be truncated only once.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from miraccl.diagnosis.detector import COUNTED_RANKS
-from miraccl.diagnosis.stream_states import stream_states
 from miraccl.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -30,34 +27,25 @@ from miraccl.errors import (
     SystemFailure,
 )
 from miraccl.fastpath.fast_calls import FastCalls
-from miraccl.ops.arguments import resolve_operator
 from miraccl.ops.device_arrays import DeviceMemory, DeviceReader
-from miraccl.planning.device_candidates import DeviceCandidate
 from miraccl.runtime.control import GPU_SETUP, ControlPlane, NullControlPlane
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.gpu.grouped import Groupable
-from miraccl.runtime.gpu.operations import (
-    SUM,
-    CheckedDeviceCall,
-    DeviceTransfer,
-    sends_and_receives,
-)
 from miraccl.runtime.multinode import unmatched
+from miraccl.runtime.multinode.collective_calls import MultiNodeCollectiveCalls
 from miraccl.runtime.multinode.faults import MultiNodeFaults
 from miraccl.runtime.multinode.graph_cache import GraphCache
 from miraccl.runtime.multinode.hierarchical import Hierarchical
-from miraccl.runtime.multinode.message_calls import MultiNodeMessageCalls
 from miraccl.runtime.multinode.node_layout import NodeLayout, node_name
 from miraccl.runtime.multinode.runtime import MultiNodePlan, MultiNodeRuntime, OpenCpu
-from miraccl.runtime.multinode.segments import StagedShape
 from miraccl.runtime.multinode.unmatched import MessageCounters
-from miraccl.runtime.multinode.wait_state import MultiNodeWaitState, stream_name_of
+from miraccl.runtime.multinode.wait_state import monitor_node, stream_name_of
 from miraccl.runtime.setup_phases import SetupPhases
-from miraccl.types import Collective, DType
 
 if TYPE_CHECKING:
     from miraccl.bootstrap.contract import Session
     from miraccl.runtime.gpu.launch_order import LaunchOrders
+    from miraccl.runtime.gpu.probe import DeviceProbe
     from miraccl.runtime.options import Options
     from miraccl.transport.cuda_p2p import Explanation
 
@@ -120,7 +108,7 @@ def make_device_communicator(
         raise
 
 
-class MultiNodeCommunicator(MultiNodeMessageCalls, Groupable):
+class MultiNodeCommunicator(MultiNodeCollectiveCalls, Groupable):
     """Communicator for GPU memory over several nodes, one GPU per rank.
 
     ``hosts[r]``: node name of rank r.
@@ -197,23 +185,20 @@ class MultiNodeCommunicator(MultiNodeMessageCalls, Groupable):
             self.runtime.stop_monitoring()
             #: name of this rank's GPU work in the wait-for graph
             self.stream_name = stream_name_of(self.runtime)
-            self.wait_state: MultiNodeWaitState | None = None
-            if self.nranks <= COUNTED_RANKS:  # same limit as for CPU communicators
-                self.wait_state = self._monitor()
+            self.wait_state = monitor_node(
+                self.runtime,
+                self.layout,
+                self._probed(),
+                self.faults.fail_deadlocked,
+                self._is_drained,
+            )
             on_failure.pop_all()
 
-    def _monitor(self) -> MultiNodeWaitState:
-        """Include this rank's GPU work in the wait-for graph of the deadlock detector."""
-        kernels = (
-            (self.local.probe, self._local_session)
-            if self.layout.local_size > 1 and self.local.probe is not None
-            else None
-        )
-        wait_state = MultiNodeWaitState(
-            self.runtime, self.layout, kernels, self.faults.fail_deadlocked, self._is_drained
-        )
-        stream_states.add(wait_state)
-        return wait_state
+    def _probed(self) -> tuple[DeviceProbe, Session] | None:
+        """Return how to probe the kernels inside the node, None if there are none."""
+        if self.layout.local_size > 1 and self.local.probe is not None:
+            return self.local.probe, self._local_session
+        return None
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
@@ -237,76 +222,7 @@ class MultiNodeCommunicator(MultiNodeMessageCalls, Groupable):
     def stream_handle(self, stream: Any) -> int:
         return self.local.stream_handle(stream)
 
-    # ---- collectives
-
-    def _execute(self, call: CheckedDeviceCall, stream: Any) -> None:
-        if call.spec.uneven:
-            self._run_uneven(call, stream)
-            return
-        collective, source, target = call.spec.collective, call.source, call.target
-        count, op, root = call.count, call.operator, call.root
-        if count == 0:
-            self.check(collective.label)
-            return
-        run = (
-            self.hierarchical.run
-            if self.hierarchical.supports(collective, source.dtype, op)
-            else self.runtime.enqueue_staged
-        )
-        enqueue = functools.partial(run, collective, source, target, count, op, root)
-        with self._operation(collective.label, stream, [source, target]) as (handle, captured):
-            key = (collective, source.address, target.address, count, source.dtype, op, root)
-            if self.graph_cache.run(
-                key, max(source.nbytes, target.nbytes), handle, captured, enqueue
-            ):
-                self.local.stream = handle
-
-    def _run_uneven(self, call: CheckedDeviceCall, stream: Any) -> None:
-        op, source, target = call.spec, call.source, call.target
-        common = call.common_counts(self.nranks)
-        if common and not any(common):
-            self.check(op.name)
-            return
-        if self._uses_messages(op.collective):
-            sent, received = sends_and_receives(call, self.rank, self.nranks)
-            both = [DeviceTransfer(False, *part) for part in sent]
-            both += [DeviceTransfer(True, *part) for part in received]
-            self._exchange(both, stream, op.name, call)
-            return
-        shape = StagedShape(
-            collective=op.collective,
-            itemsize=source.dtype.itemsize,
-            rank=self.rank,
-            nranks=self.nranks,
-            root=call.root,
-            sends=tuple(call.in_counts(self.rank, self.nranks)),
-            receives=tuple(call.out_counts(self.rank, self.nranks)),
-            counts=tuple(common),
-            uneven=True,
-        )
-        with self._operation(op.name, stream, [source, target]) as (handle, captured):
-            self.runtime.enqueue(
-                (self.runtime.world,),
-                shape,
-                source.dtype,
-                call.operator,
-                (source.address, target.address),
-                handle,
-                captured,
-            )
-
-    def _uses_messages(self, collective: Collective) -> bool:
-        """Return True if an uneven collective runs as sends and receives.
-
-        That is if no block crosses the network twice to the same node.
-        """
-        once = collective in (Collective.ALL_TO_ALL, Collective.GATHER, Collective.SCATTER)
-        alone = (
-            collective is Collective.ALL_GATHER
-            and self.layout.local_size == 1
-            and self.layout.uniform
-        )
-        return self.runtime.messages is not None and (once or alone)
+    # ---- operations
 
     def empty(self, shape: Any, dtype: Any = "float32") -> Any:
         """Allocate window memory of this node's ranks.
@@ -341,26 +257,6 @@ class MultiNodeCommunicator(MultiNodeMessageCalls, Groupable):
         self.local.retain(views, handle)
 
     # ---- explanation
-
-    def explain(
-        self, collective: Collective, block_bytes: int, dtype: DType, op: Any = SUM
-    ) -> list[DeviceCandidate]:
-        """Return the plan of ``collective`` on blocks of this size. Nothing is communicated."""
-        resolve_operator(op, dtype, collective.label)
-        hierarchical = self.hierarchical.supports(collective, dtype, op)
-        count = block_bytes // dtype.itemsize
-        shape = StagedShape.even(collective, dtype.itemsize, self.rank, self.nranks, 0, count)
-        reason = self.runtime.explain_algorithm(hierarchical, shape, dtype, op)
-        algo = "hierarchical" if hierarchical else "staged"
-        return [
-            DeviceCandidate(
-                algo=algo,
-                proto="staging",
-                chosen=True,
-                reason=reason,
-                connections=tuple(self.connections()),
-            )
-        ]
 
     def connections(self) -> Explanation:
         """Return (pair, data path, reason) of the node's pairs and this rank's remote pairs."""

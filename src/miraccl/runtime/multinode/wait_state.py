@@ -18,8 +18,9 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from miraccl.diagnosis.detector import COUNTED_RANKS
 from miraccl.diagnosis.mismatch import describe_message, describe_operation
-from miraccl.diagnosis.stream_states import wait_for_host
+from miraccl.diagnosis.stream_states import stream_states, wait_for_host
 from miraccl.diagnosis.waits import (
     BlockedState,
     RankProgress,
@@ -256,3 +257,21 @@ def _progress_of(core: CoreAccess) -> RankProgress:
     """Return a core's progress as this stream's; its background work is what this stream does."""
     op_log = {str(number): entry for number, entry in core.op_log().items()}
     return dataclasses.replace(core.progress(), background=False, op_log=op_log)
+
+
+def monitor_node(
+    runtime: MultiNodeRuntime,
+    layout: NodeLayout,
+    kernels: tuple[DeviceProbe, Session] | None,
+    end: FailFn,
+    is_done: Callable[[], bool],
+) -> MultiNodeWaitState | None:
+    """Include a rank's GPU work in the wait-for graph; arguments as for ``MultiNodeWaitState``.
+
+    None with more than ``COUNTED_RANKS`` ranks, as for CPU communicators.
+    """
+    if layout.nranks > COUNTED_RANKS:
+        return None
+    state = MultiNodeWaitState(runtime, layout, kernels, end, is_done)
+    stream_states.add(state)
+    return state
