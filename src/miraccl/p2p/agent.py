@@ -5,38 +5,29 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import hashlib
-import itertools
-import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from miraccl import clock, params, trace
-from miraccl.bootstrap.host import network_fingerprint
 from miraccl.deadline import Deadline
 from miraccl.errors import (
     AgentLost,
-    BootstrapError,
     InvalidUsage,
     MiracclError,
-    SystemFailure,
     as_system_failure,
 )
 from miraccl.p2p.arrays import Memory, memory_of, windows
+from miraccl.p2p.connector import Connector, Identity, Path, agent_secret
 from miraccl.p2p.control import ControlThread
 from miraccl.p2p.descriptors import RemoteMemory, parse_access
-from miraccl.p2p.dial import dial
-from miraccl.p2p.local_path import LocalPath
 from miraccl.p2p.notify import Inbox, Notification, PairSegment
 from miraccl.p2p.peer import Peer
 from miraccl.p2p.registration import AccessLines, RegionTable, Registration
 from miraccl.p2p.serving import ServedStream
-from miraccl.p2p.stream_path import StreamPath
 from miraccl.p2p.transfer import Background
-from miraccl.wire.auth import SECRET_BYTES
-from miraccl.wire.p2p import AGENT_BYTES, Introduction, Ready, Welcome, protocol_secret
+from miraccl.wire.p2p import AGENT_BYTES, Introduction, Ready, Welcome
 
 log = trace.logger("p2p")
 MAX_NAME_BYTES = 100
@@ -82,7 +73,7 @@ class Agent:
         self.timeout = params.TIMEOUT.read() if timeout is None else float(timeout)
         if not self.timeout > 0:
             raise InvalidUsage(f"cannot make an agent: timeout is {timeout}; it must be positive")
-        self._secret = protocol_secret(_checked_secret(secret))
+        self._secret = agent_secret(secret)
         self._trust = params.P2P_TRUST.read()
         self.agent = clock.random_bytes(AGENT_BYTES)
         self._table = RegionTable()
@@ -96,6 +87,15 @@ class Agent:
         self._probe = ctypes.c_uint64(int.from_bytes(clock.random_bytes(7), "little"))
         listener = self._listen(host or params.P2P_HOST.read(), port)
         self.address = _address_text(listener)
+        self._identity = Identity(name=name, agent=self.agent, address=self.address)
+        self._connector = Connector(
+            self._identity,
+            self._secret,
+            background=self._background,
+            trusting=self._trust == "job",
+            timeout=self.timeout,
+            watch=self._watch,
+        )
         self._control = ControlThread(
             listener,
             self._secret,
@@ -197,26 +197,12 @@ class Agent:
         """
         self._check_open("connect")
         deadline = Deadline.after(self.timeout if timeout is None else timeout)
-        connection = int.from_bytes(clock.random_bytes(7), "little")
-        sock, side = dial(address, self._secret, self._introduction(connection, 0), deadline)
-        assert side.welcome is not None
-        path: Any = self._open_local(side.welcome)
-        try:
-            sock.sendall(side.ready(path is not None))
-            if path is None:
-                sockets = [sock, *self._dial_more(address, connection, 1, deadline)]
-                path = self._open_streams(address, connection, side.welcome, sockets)
-            else:
-                path.sock = sock
-        except (OSError, MiracclError) as error:
-            sock.close()
-            if isinstance(error, MiracclError):
-                raise
-            raise BootstrapError(f"cannot connect to {address}: {error}") from error
-        peer = Peer(self, side.welcome.name, side.welcome.agent, address, path)
+        welcome, path = self._connector.connect(address, deadline)
+        peer = Peer(self, welcome.name, welcome.agent, address, path)
         with self._lock:
             self._peers.add(peer)
-        self._watch_path(path)
+        for sock in path.sockets():
+            self._watch(path, sock)
         return peer
 
     def peer_of(self, remote: RemoteMemory) -> Peer:
@@ -239,80 +225,8 @@ class Agent:
             found = next((p for p in self._peers if p.name == name and p.lost is None), None)
         return found or self.connect(address)
 
-    def _introduction(self, connection: int, stream: int, attempt: int = 0) -> Introduction:
-        return Introduction(
-            name=self.name,
-            agent=self.agent,
-            address=self.address,
-            host=network_fingerprint(),
-            pid=os.getpid(),
-            connection=connection,
-            stream=stream,
-            attempt=attempt,
-        )
-
-    def _open_local(self, welcome: Welcome) -> LocalPath | None:
-        """Return the path to an agent of this host, None if its memory cannot be reached."""
-        if not welcome.pair_inode or welcome.host != network_fingerprint() or self._trust != "job":
-            return None
-        try:
-            return LocalPath(welcome, self._background)
-        except SystemFailure as error:
-            log.info("agent %s is not mapped: %s", welcome.name, error)
-            return None
-
-    def _dial_more(
-        self,
-        address: str,
-        connection: int,
-        first: int,
-        deadline: Deadline,
-        agent: bytes = b"",
-        attempt: int = 0,
-    ) -> list[socket.socket]:
-        """Open further streams of a connection.
-
-        Args:
-            agent: Identifier that the target must have; empty for any.
-        """
-        sockets: list[socket.socket] = []
-        for stream in range(first, max(1, params.P2P_STREAMS.read())):
-            introduction = self._introduction(connection, stream, attempt)
-            sock, side = dial(address, self._secret, introduction, deadline)
-            sockets.append(sock)
-            assert side.welcome is not None
-            if agent and side.welcome.agent != agent:
-                for opened in sockets:
-                    opened.close()
-                raise AgentLost(
-                    f"agent {side.welcome.name!r} at {address} has restarted",
-                    agent=side.welcome.name,
-                    reason="other agent",
-                    hint="connect again, and get new descriptors",
-                )
-            sock.sendall(side.ready(False))
-        return sockets
-
-    def _open_streams(
-        self, address: str, connection: int, welcome: Welcome, sockets: list[socket.socket]
-    ) -> StreamPath:
-        attempts = itertools.count(1)
-
-        def redial(deadline: Deadline) -> list[socket.socket]:
-            attempt = next(attempts)
-            opened = self._dial_more(address, connection, 0, deadline, welcome.agent, attempt)
-            for sock in opened:
-                self._control.watch(sock, functools.partial(self._lost, path, sock))
-            return opened
-
-        path = StreamPath(
-            welcome.name, sockets, timeout=self.timeout, label=self.name, redial=redial
-        )
-        return path
-
-    def _watch_path(self, path: Any) -> None:
-        for sock in path.sockets():
-            self._control.watch(sock, functools.partial(self._lost, path, sock))
+    def _watch(self, path: Path, sock: socket.socket) -> None:
+        self._control.watch(sock, functools.partial(self._lost, path, sock))
 
     def forget_peer(self, peer: Peer) -> None:
         with self._lock:
@@ -320,12 +234,10 @@ class Agent:
         for sock in peer._path.sockets():
             self._control.forget(sock)
 
-    def _lost(self, path: Any, sock: socket.socket) -> None:
+    def _lost(self, path: Path, sock: socket.socket) -> None:
         """Note on the control thread that a connection has ended at its other side."""
-        if not isinstance(path, LocalPath):
-            current = [s.sock for s in path.streams if s.broken is None]
-            if sock not in current:
-                return  # this agent has closed it after a deadline, and opens a new one
+        if not path.uses(sock):
+            return  # this agent has closed it after a deadline, and opens a new one
         path.lost = path.lost or AgentLost(
             f"agent {path.name!r} has closed the connection, or its process has ended",
             agent=path.name,
@@ -374,14 +286,14 @@ class Agent:
 
     def _welcome(self, introduction: Introduction) -> tuple[Welcome, object]:
         pair = None
-        local = introduction.host == network_fingerprint() and introduction.stream == 0
+        local = introduction.host == self._identity.host and introduction.stream == 0
         if self._trust == "job" and local:
             pair = PairSegment(introduction.name, introduction.agent)
         message = Welcome(
             name=self.name,
             agent=self.agent,
-            host=network_fingerprint(),
-            pid=os.getpid(),
+            host=self._identity.host,
+            pid=self._identity.pid,
             table_fd=self._table.segment.fd,
             table_inode=self._table.inode if pair else 0,
             pair_fd=pair.segment.fd if pair else 0,
@@ -462,19 +374,6 @@ class Agent:
 
     def __exit__(self, *exc: Any) -> None:
         self.close()
-
-
-def _checked_secret(secret: bytes | str | None) -> bytes:
-    """Return the 32 bytes of a secret; a text is hashed, as MIRACCL_SECRET is."""
-    given = params.SECRET.read() if secret is None else secret
-    if isinstance(given, str) and given:
-        return hashlib.sha256(given.encode()).digest()
-    if not isinstance(given, bytes) or len(given) != SECRET_BYTES:
-        raise InvalidUsage(
-            f"cannot make an agent: the secret must be a text or {SECRET_BYTES} bytes",
-            hint="pass secret=, or set MIRACCL_SECRET",
-        )
-    return given
 
 
 def _address_text(listener: socket.socket) -> str:

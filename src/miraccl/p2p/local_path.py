@@ -126,6 +126,9 @@ class LocalPath:
     def sockets(self) -> list[socket.socket]:
         return [self.sock] if self.sock is not None else []
 
+    def uses(self, sock: socket.socket) -> bool:
+        return True
+
     # ---- notifications
 
     def notify(self, data: bytes, number: int, deadline: Deadline, status: int = 0) -> None:

@@ -459,6 +459,10 @@ class StreamPath:
     def sockets(self) -> list[socket.socket]:
         return [stream.sock for stream in self.streams]
 
+    def uses(self, sock: socket.socket) -> bool:
+        """Return False for a connection that was closed after a deadline and replaced."""
+        return any(stream.sock is sock for stream in self.streams if stream.broken is None)
+
     def background_of(self, stream: Stream) -> Background:
         if stream not in self._backgrounds:
             self._backgrounds[stream] = Background(self._label)
