@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import miraccl.torch
 from miraccl.errors import BootstrapError
 from miraccl.runtime.core_access import core_access
-from miraccl.torch import BackendError, ProcessGroupMiraccl, start
+from miraccl.torch import BackendError, ProcessGroupMiraccl, store_join
 from miraccl.torch import monitored as monitored_barrier
 from tests.torch.calls import exchanged, gathered_out
 from tests.torch.worlds import LIMIT, all_here, both, gloo, refused, world
@@ -101,7 +101,7 @@ def same_file_at_once(path: str) -> None:
     store, put = dist.FileStore(path, -1), dist.PrefixStore.set
 
     def late(prefix: Any, key: str, value: str) -> None:
-        if value == start._NONE:
+        if value == store_join._NONE:
             time.sleep(0.2)
         put(prefix, key, value)
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from miraccl.bootstrap import create_hub
 from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, SystemFailure
-from miraccl.torch import start
+from miraccl.torch import group_creation, start, store_join
 from tests.bootstrap.kit import PATIENCE, in_threads
 from tests.support.fault_injection import limit_descriptors, open_files
 
@@ -45,7 +45,7 @@ def meet(store: Any, rank: int, patience: float) -> int:
         timeout=timeout, group_id="", group_rank=rank, global_ranks_in_group=[]
     )
     with start._rendezvous(
-        store, rank, 2, Deadline.after(patience), start.GroupCreation(opts)
+        store, rank, 2, Deadline.after(patience), group_creation.GroupCreation(opts)
     ) as comm:
         return int(comm.all_reduce(np.ones(1))[0])
 
@@ -78,7 +78,7 @@ def meet_again(store: WatchedStore) -> None:
 
     store.was_read.clear()
     assert in_threads([later, lambda: meet(store, 1, PATIENCE)]) == [2, 2]
-    assert store.values == {start.KEY: b"none"}
+    assert store.values == {store_join.KEY: b"none"}
 
 
 def test_a_rank_0_that_is_short_of_descriptors_tells_the_others(
@@ -107,7 +107,7 @@ def test_a_second_try_after_rank_0_has_waited_in_vain() -> None:
     store = WatchedStore()
     with pytest.raises(BootstrapError):
         meet(store, 0, 0.05)
-    assert store.values == {start.KEY: b"none"}
+    assert store.values == {store_join.KEY: b"none"}
     meet_again(store)
 
 
@@ -119,9 +119,9 @@ def test_a_second_try_while_rank_0_is_at_the_first() -> None:
 
     store = WatchedStore()
     ident, root = create_hub(nranks=2)
-    store.set(start.KEY, str(ident))
+    store.set(store_join.KEY, str(ident))
     with pytest.raises(BootstrapError, match="enough"):
-        start._join_as_peer(store, 1, 2, Deadline.after(PATIENCE), enough)
+        store_join._join_as_peer(store, 1, 2, Deadline.after(PATIENCE), enough)
     meet_again(store)
     assert root.alive
     root.close("the end of the test")
@@ -132,7 +132,7 @@ def test_a_second_try_after_rank_0_was_killed() -> None:
     store = WatchedStore()
     ident, root = create_hub(nranks=2)
     root.close("killed")
-    store.set(start.KEY, str(ident))
+    store.set(store_join.KEY, str(ident))
     meet_again(store)
 
 

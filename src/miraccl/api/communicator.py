@@ -1,27 +1,25 @@
-"""The communicator: creation, memory, plans and end of life.
+"""The communicator: creation, memory, plans and further communicators.
 
-Its operations are in ``api.operations``. This module knows neither transports nor algorithms.
+Its operations are in ``api.operations``, its end is in ``api.lifecycle``. This module knows neither
+transports nor algorithms.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack, overload
 
+from miraccl.api.lifecycle import Lifecycle
 from miraccl.api.messages import Messages, PersistentOperations
-from miraccl.api.one_sided import OneSided
 from miraccl.api.operations import SUM, Collectives
 from miraccl.api.sparse_operations import SparseCollectives
 from miraccl.api.uneven import UnevenCollectives
 from miraccl.deadline import Deadline
-from miraccl.diagnosis import blocked_ops
-from miraccl.errors import InvalidUsage, MiracclError
+from miraccl.errors import InvalidUsage
 from miraccl.ops.spec import ALL_REDUCE_SPARSE
 from miraccl.runtime.aggregation import Aggregation, serve
-from miraccl.runtime.control import FINALIZE
 from miraccl.runtime.core import CommunicatorCore
 from miraccl.runtime.gpu.launch_order import LaunchOrders, thread_launch_orders
 from miraccl.runtime.options import CommunicatorOptions, Options, shows_options
@@ -39,13 +37,16 @@ if TYPE_CHECKING:
     from miraccl.planning.device_candidates import DeviceCandidate
     from miraccl.planning.planner import Candidate
     from miraccl.runtime.fabric_contract import FabricFactory
-    from miraccl.runtime.gpu.communicator import DeviceCommunicator
-    from miraccl.runtime.multinode.communicator import MultiNodeCommunicator
     from miraccl.runtime.multinode.runtime import MultiNodePlan
 
 
 class Communicator(
-    Collectives, UnevenCollectives, SparseCollectives, Messages, PersistentOperations, OneSided
+    Collectives,
+    UnevenCollectives,
+    SparseCollectives,
+    Messages,
+    PersistentOperations,
+    Lifecycle,
 ):
     """A group of ranks that communicate; this process (or thread) is one of them.
 
@@ -345,7 +346,7 @@ class Communicator(
             else self._device.last_plan
         )
 
-    # ---- other communicators, and the end
+    # ---- other communicators
 
     @property
     def local_rank(self) -> int:
@@ -399,84 +400,6 @@ class Communicator(
         self._core.check_open("shrink")
         self._splits += 1
         return shrink(self._core, self._splits, self._create_child)
-
-    def abort(self, reason: str = "abort() was called") -> None:
-        """End the communicator on all ranks; waiting ranks raise ``CommunicatorAborted``.
-
-        Callable from any thread, any number of times.
-
-        Args:
-            reason: Text for the errors of the other ranks.
-
-        Raises:
-            MiracclError: Never; a communicator that has ended stays as it is.
-        """
-        if self._device is not None and not self._core.in_forked_child:
-            self._device.abort(reason)
-        self._core.abort(reason)
-        if self._aggregation is not None:
-            self._aggregation.abort(reason)
-
-    def finalize(self) -> None:
-        """Complete pending operations and leave the communicator. Local; may be called twice.
-
-        Raises:
-            CollectiveTimeout, CollectiveMismatch: A fault of the GPU side that no call has reported
-                yet, or a message on GPU memory that no rank received.
-        """
-        if self._core.in_forked_child:
-            return
-        self._core.cancel_pending_setup()
-        self._close_agent()
-        if self._background is not None:
-            self._background.close()
-        pending = None
-        if self._device is not None:
-            # Closing the GPU side waits for the other ranks.
-            with (
-                self._register_gpu_wait(self._device),
-                self._core.faults.control.enter(FINALIZE),
-                self._device.device_guard(),
-            ):
-                pending = self._device.close(self._core.faults.raised)
-        self._core.finalize()
-        if self._aggregation is not None:
-            self._aggregation.close()
-        if pending is not None:
-            raise pending
-
-    def synchronize(self) -> None:
-        """Wait for this rank's GPU.
-
-        Raises:
-            CollectiveTimeout, CollectiveMismatch, PeerDied: The fault that kernels have found.
-        """
-        if self._device is not None:
-            with self._register_gpu_wait(self._device), self._device.device_guard():
-                self._device.synchronize()
-
-    def _register_gpu_wait(
-        self, device: DeviceCommunicator | MultiNodeCommunicator
-    ) -> blocked_ops.BlockedScope:
-        """Register the wait of the application for its GPU work, for deadlock detection."""
-        self._gpu_waits += 1
-        return blocked_ops.BlockedScope(
-            functools.partial(
-                self._core.wait_state.wait_for_stream, device.stream_name, self._gpu_waits
-            )
-        )
-
-    def __enter__(self) -> Communicator:
-        return self
-
-    def __exit__(self, kind: Any, value: BaseException | None, trace: Any) -> None:
-        if value is not None and not self._core.closed:
-            self.abort(f"{kind.__name__} left the communicator's with block: {value}")
-        try:
-            self.finalize()
-        except MiracclError:
-            if value is None:
-                raise
 
     def __reduce__(self) -> NoReturn:
         """Reject pickling and copying: a copy would have its own GPU side and count of splits."""
