@@ -406,6 +406,9 @@ class DeviceReader:
         self.rank, self.nranks, self._gpu = rank, nranks, gpu
 
     def view(self, obj: Any, name: str, op: str, stream: Any, writes: bool) -> DeviceMemory:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(obj, torch.Tensor):  # the common case, one call less
+            return _view_tensor(obj, torch, name, op, self._gpu)
         memory = device_view(obj, name, op, stream, self._gpu)
         if writes and memory.read_only:
             raise InvalidUsage(
