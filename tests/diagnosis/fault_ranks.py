@@ -44,11 +44,8 @@ def nobody_left(comm: miraccl.Communicator) -> None:
         comm._core.session.barrier("seen", timeout=10)
 
 
-def mismatch(field: str, odd: int, count: int, ranks_per_host: int) -> dict[str, Any]:
+def call_differently(comm: miraccl.Communicator, field: str, odd: int, count: int) -> None:
     """Rank ``odd`` calls something else than the others, in one field."""
-    act_as_hosts(ranks_per_host)
-    comm = miraccl.init(timeout=20)
-    together(comm)
     me = comm.rank == odd
     dtype = np.int32 if field == "dtype" and me else np.float32
     n = count
@@ -58,25 +55,33 @@ def mismatch(field: str, odd: int, count: int, ranks_per_host: int) -> dict[str,
         n = 100 * count
     n = n // comm.nranks * comm.nranks
     x = np.ones(n, dtype)
-    start = time.monotonic()
-    try:
-        if field == "collective" and me:
-            comm.all_gather(x)
-        elif field == "root":
-            comm.broadcast(x, 1 if me else 0)
-        elif field == "operator":
-            comm.all_reduce(x, op=miraccl.MAX if me else miraccl.SUM)
-        elif field == "barrier":
-            if me:
-                comm.barrier()
-            else:
-                comm.all_reduce(x)
-        elif field.startswith("broadcast"):
-            comm.broadcast(np.ones(100 * n if me else n, dtype), 0)
+    if field == "collective" and me:
+        comm.all_gather(x)
+    elif field == "root":
+        comm.broadcast(x, 1 if me else 0)
+    elif field == "operator":
+        comm.all_reduce(x, op=miraccl.MAX if me else miraccl.SUM)
+    elif field == "barrier":
+        if me:
+            comm.barrier()
         else:
             comm.all_reduce(x)
-        for _ in range(2):  # whoever got through finds out at the next operation
-            comm.barrier()
+    elif field.startswith("broadcast"):
+        comm.broadcast(np.ones(100 * n if me else n, dtype), 0)
+    else:
+        comm.all_reduce(x)
+    for _ in range(2):  # whoever got through finds out at the next operation
+        comm.barrier()
+
+
+def mismatch(field: str, odd: int, count: int, ranks_per_host: int) -> dict[str, Any]:
+    """``call_differently`` between processes."""
+    act_as_hosts(ranks_per_host)
+    comm = miraccl.init(timeout=20)
+    together(comm)
+    start = time.monotonic()
+    try:
+        call_differently(comm, field, odd, count)
         return {"type": "none", "text": ""}
     except MiracclError as error:
         return {**seen(error), "seconds": time.monotonic() - start}
@@ -139,19 +144,24 @@ def goes_through(victim: int) -> Any:
     return {"type": "none"}
 
 
-def unlike_messages(what: str, ranks_per_host: int) -> Any:
+def send_differently(comm: miraccl.Communicator, what: str) -> None:
     """Rank 0 sends rank 1 something else than it expects; rank 2 waits for rank 1."""
+    if comm.rank == 0:
+        comm.send(np.ones(12, np.int32 if what == "dtype" else np.float32), 1)
+    elif comm.rank == 1:
+        if what == "collective":
+            comm.all_reduce(np.ones(12, np.float32))
+        comm.recv(np.ones({"count": 13, "size": 100_000}.get(what, 12), np.float32), 0)
+    comm.barrier()
+
+
+def unlike_messages(what: str, ranks_per_host: int) -> Any:
+    """``send_differently`` between processes."""
     act_as_hosts(ranks_per_host)
     comm = miraccl.init(timeout=10)
     together(comm)
     try:
-        if comm.rank == 0:
-            comm.send(np.ones(12, np.int32 if what == "dtype" else np.float32), 1)
-        elif comm.rank == 1:
-            if what == "collective":
-                comm.all_reduce(np.ones(12, np.float32))
-            comm.recv(np.ones({"count": 13, "size": 100_000}.get(what, 12), np.float32), 0)
-        comm.barrier()
+        send_differently(comm, what)
     except MiracclError as error:
         found = seen(error)
         nobody_left(comm)

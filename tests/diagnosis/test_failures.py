@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from miraccl.diagnosis.mismatch import describe_differences, describe_diverged
 from miraccl.executor.cpu.kernels import layout
+from miraccl.sim import World
 from miraccl.tools.spawn import RankOutcome
 from miraccl.types import Collective
 from tests.diagnosis import fault_ranks
@@ -51,13 +53,16 @@ MISMATCHES = {
 }
 
 
-@pytest.mark.parametrize("ranks_per_host", [0, 1])
-@pytest.mark.parametrize("field", MISMATCHES)
-def test_a_mismatch_names_ranks_and_field_on_every_rank(field: str, ranks_per_host: int) -> None:
-    odd = 2 if ranks_per_host else 1
-    for got in values(
-        rank_outcomes(fault_ranks.mismatch, 3, field, odd, 12, ranks_per_host, timeout=30)
-    ):
+def in_world(program: Callable[..., None], *arguments: Any) -> list[dict[str, Any]]:
+    """Return the errors of three virtual ranks of one host, with the engine of processes."""
+    outcomes = World(1, 3, engine="compiled", timeout=20).run(
+        program, *arguments, return_exceptions=True
+    )
+    return [fault_ranks.seen(outcome) for outcome in outcomes]
+
+
+def check_mismatch(errors: list[dict[str, Any]], field: str, odd: int) -> None:
+    for got in errors:
         assert got["type"] == "CollectiveMismatch", got
         assert MISMATCHES[field] in got["text"]
         one, two = sorted({0, 1, 2} - {odd})  # one of which may not have come yet
@@ -67,6 +72,20 @@ def test_a_mismatch_names_ranks_and_field_on_every_rank(field: str, ranks_per_ho
         )
 
 
+@pytest.mark.parametrize("field", MISMATCHES)
+def test_a_mismatch_names_ranks_and_field_on_every_rank(field: str) -> None:
+    check_mismatch(in_world(fault_ranks.call_differently, field, 1, 12), field, 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "ranks_per_host"), [("count", 0), ("collective", 1), ("count", 1), ("root", 1)]
+)
+def test_a_mismatch_between_processes(field: str, ranks_per_host: int) -> None:
+    odd = 2 if ranks_per_host else 1
+    outcomes = rank_outcomes(fault_ranks.mismatch, 3, field, odd, 12, ranks_per_host, timeout=30)
+    check_mismatch(values(outcomes), field, odd)
+
+
 def test_a_mismatch_of_large_operations() -> None:
     for field in ("dtype", "far count"):
         for got in values(rank_outcomes(fault_ranks.mismatch, 4, field, 3, 200_000, 0, timeout=30)):
@@ -74,22 +93,34 @@ def test_a_mismatch_of_large_operations() -> None:
             assert "on rank 3" in got["text"]
 
 
-@pytest.mark.parametrize("ranks_per_host", [0, 1])
-@pytest.mark.parametrize(
-    ("what", "field"),
-    [("dtype", "dtype"), ("count", "count"), ("collective", "collective"), ("size", "count")],
-)
-def test_a_mismatch_of_messages(what: str, field: str, ranks_per_host: int) -> None:
-    for got in values(
-        rank_outcomes(fault_ranks.unlike_messages, 3, what, ranks_per_host, timeout=30)
-    ):
+MESSAGE_FIELDS = {
+    "dtype": "dtype",
+    "count": "count",
+    "collective": "collective",
+    "size": "count",
+}
+
+
+def check_messages(errors: list[dict[str, Any]], what: str) -> None:
+    for got in errors:
         assert got["type"] == "CollectiveMismatch", got
-        assert f"{field} is" in got["text"]
+        assert f"{MESSAGE_FIELDS[what]} is" in got["text"]
         assert "on rank 1" in got["text"]
         if (
             what != "collective"
         ):  # else rank 0, whose message rank 1 leaves lying, may be on its way to the barrier
             assert "on rank 0" in got["text"] or "on ranks 0" in got["text"]
+
+
+@pytest.mark.parametrize("what", MESSAGE_FIELDS)
+def test_a_mismatch_of_messages(what: str) -> None:
+    check_messages(in_world(fault_ranks.send_differently, what), what)
+
+
+@pytest.mark.parametrize(("what", "ranks_per_host"), [("size", 0), ("count", 1), ("collective", 1)])
+def test_a_mismatch_of_messages_between_processes(what: str, ranks_per_host: int) -> None:
+    outcomes = rank_outcomes(fault_ranks.unlike_messages, 3, what, ranks_per_host, timeout=30)
+    check_messages(values(outcomes), what)
 
 
 @pytest.mark.parametrize("field", ["dtype", "count"])

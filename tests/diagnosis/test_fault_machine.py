@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import miraccl
 from miraccl.diagnosis.fault_machine import (
     FAULT_TRANSITIONS,
     Closed,
@@ -30,6 +31,7 @@ from miraccl.errors import (
     MiracclError,
     PeerDied,
 )
+from miraccl.sim import World
 
 DEATH = PeerDied("rank 1 died", rank=0, peer=1)
 TIMEOUT = CollectiveTimeout("late", rank=0, peer=2)
@@ -194,27 +196,23 @@ def test_every_state_can_be_reached() -> None:
 # --- numbers in the whole job ---
 
 
-class FakeSession:
-    name = "world/1:0"
-    world_ranks: tuple[int, ...] = (2, 5, 7)
-
-
 def test_ranks_of_a_split_communicator_are_named_as_in_the_job() -> None:
-    session: Any = FakeSession()
-    error = PeerDied("rank 1 died: its process ended", rank=0, peer=1)
-    name_world_ranks(error, session)
-    name_world_ranks(error, session)
-    assert str(error) == (
+    def program(comm: miraccl.Communicator) -> list[str]:
+        part = comm.split(0 if comm.rank in (2, 5, 7) else None)
+        if part is None:
+            return []
+        session: Any = part._core.session
+        error = PeerDied("rank 1 died: its process ended", rank=0, peer=1)
+        name_world_ranks(error, session)
+        name_world_ranks(error, session)
+        several = CollectiveMismatch("count is 4 on ranks 0 and 1, 5 on rank 2", rank=0)
+        own = str(name_world_ranks(PeerDied("rank 1 died", rank=0, peer=1), comm._core.session))
+        return [session.name, str(error), str(name_world_ranks(several, session)), own]
+
+    name, text, several, own = World(1, 8, engine="compiled").run(program)[5]
+    assert text == (
         "rank 0: rank 1 died: its process ended "
-        "[world/1:0: rank 0 is rank 2, rank 1 is rank 5 of the job]"
+        f"[{name}: rank 0 is rank 2, rank 1 is rank 5 of the job]"
     )
-    several = CollectiveMismatch("count is 4 on ranks 0 and 1, 5 on rank 2", rank=0)
-    assert "rank 2 is rank 7 of the job]" in str(name_world_ranks(several, session))
-
-
-def test_ranks_of_the_world_need_no_second_number() -> None:
-    session: Any = FakeSession()
-    session.world_ranks = (0, 1, 2)
-    assert str(name_world_ranks(PeerDied("rank 1 died", rank=0, peer=1), session)) == (
-        "rank 0: rank 1 died"
-    )
+    assert "rank 2 is rank 7 of the job]" in several
+    assert own == "rank 0: rank 1 died", "ranks of the world need no second number"

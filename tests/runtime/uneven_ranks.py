@@ -191,13 +191,11 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def mismatching_counts(
-    what: str, then: str, ranks_per_host: int, timeout: float = 4.0
-) -> dict[str, Any]:
-    """Run mismatching counts: rank 1 does not expect what rank 0 sends, or the lists differ."""
-    act_as_hosts(ranks_per_host)
-    comm = miraccl.init(timeout=timeout)
-    together(comm)
+def until_mismatch(comm: miraccl.Communicator, what: str, then: str) -> None:
+    """Run mismatching counts: rank 1 does not expect what rank 0 sends, or the lists differ.
+
+    ``then``: barriers follow, the same again, or nothing.
+    """
     n, me = comm.nranks, comm.rank
     sends, receives, counts = [4] * n, [4] * n, [4] * n
     if what in ("less", "nothing") and me == 0:
@@ -208,7 +206,6 @@ def mismatching_counts(
         sends[1] = 40_000
     if what.startswith("list") and me == 2:
         counts = [4, 3, 5] if what == "list of the same sum" else [4, 4, 6]
-    start = time.monotonic()
 
     def call() -> None:
         if what.startswith("list"):
@@ -216,12 +213,23 @@ def mismatching_counts(
         else:
             comm.all_to_all_v(np.ones(sum(sends), np.float32), sends, receives)
 
+    call()
+    if then == "nothing":
+        wait_until(lambda: comm._core.faults.fault is not None)
+    for _ in range(12):  # a rank that got through fails at its next message or slot
+        call() if then == "again" else comm.barrier()
+
+
+def mismatching_counts(
+    what: str, then: str, ranks_per_host: int, timeout: float = 4.0
+) -> dict[str, Any]:
+    """``until_mismatch`` between processes."""
+    act_as_hosts(ranks_per_host)
+    comm = miraccl.init(timeout=timeout)
+    together(comm)
+    start = time.monotonic()
     try:
-        call()
-        if then == "nothing":
-            wait_until(lambda: comm._core.faults.fault is not None)
-        for _ in range(12):  # a rank that got through fails at its next message or slot
-            call() if then == "again" else comm.barrier()
+        until_mismatch(comm, what, then)
         return {"type": "none", "text": ""}
     except MiracclError as error:
         return {**seen(error), "seconds": time.monotonic() - start}
