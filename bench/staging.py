@@ -36,12 +36,12 @@ from miraccl.proxy.kernels.staging_layout import READY_OFFSET, SLOT_STRIDE
 from miraccl.runtime.core_access import core_access
 from miraccl.runtime.gpu.operations import DeviceTransfer
 from miraccl.runtime.multinode.direct import DirectStreams
+from miraccl.runtime.multinode.message_rounds import run_on_communicator, split_transfers
 from miraccl.runtime.multinode.messages import MessageNetwork, MessageStreams
 from miraccl.runtime.multinode.network import StagedCollective
 from miraccl.runtime.multinode.node_layout import NodeLayout
 from miraccl.runtime.multinode.segments import StagedShape, split_segments
 from miraccl.runtime.multinode.staging import STAGING_THREADS, StagedJob, Staging
-from miraccl.runtime.multinode.transfers import run_on_communicator, split_transfers
 from miraccl.runtime.options import Options
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.tools import launch

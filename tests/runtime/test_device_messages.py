@@ -22,8 +22,8 @@ from miraccl.executor.cpu.kernels.nogil.operations import NOT_BEGUN
 from miraccl.executor.cpu.lower import signature
 from miraccl.runtime import group
 from miraccl.runtime.core_access import CoreAccess
+from miraccl.runtime.multinode.message_rounds import StagedMessage
 from miraccl.runtime.multinode.messages import MessageOperation
-from miraccl.runtime.multinode.transfers import StagedMessage
 from miraccl.types import Collective, DType, RedOp
 
 WAIT_S = 30.0

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from miraccl.ops.device_arrays import DeviceMemory
 from miraccl.runtime.gpu.operations import DeviceTransfer
+from miraccl.runtime.multinode.message_rounds import ROUND_SLOTS, message_bytes, split_transfers
 from miraccl.runtime.multinode.node_layout import group_by_node, node_name
 from miraccl.runtime.multinode.segments import (
     ALIGN,
@@ -22,7 +23,6 @@ from miraccl.runtime.multinode.segments import (
     StagedShape,
     split_segments,
 )
-from miraccl.runtime.multinode.transfers import ROUND_SLOTS, message_bytes, split_transfers
 from miraccl.types import Collective, DType
 
 SLOT = 64 << 10

@@ -44,7 +44,7 @@ from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.types import Collective, DType, RedOp
 
 if TYPE_CHECKING:
-    from miraccl.runtime.multinode.transfers import MessageRound, StagedMessage
+    from miraccl.runtime.multinode.message_rounds import MessageRound, StagedMessage
 
 _BEGUN_EVER = offsets.MESSAGES_BEGUN // 8
 CollectiveKind = tuple[Collective, int]

@@ -16,6 +16,11 @@ from miraccl.ops.device_arrays import DeviceMemory
 from miraccl.runtime.control import GPU_SETUP
 from miraccl.runtime.core_access import core_access
 from miraccl.runtime.multinode.direct import DirectStreams
+from miraccl.runtime.multinode.message_rounds import (
+    EMPTY_ROUND,
+    run_on_communicator,
+    split_transfers,
+)
 from miraccl.runtime.multinode.messages import CollectiveKind, MessageNetwork, MessageStreams
 from miraccl.runtime.multinode.network import (
     CpuCommunicator,
@@ -26,7 +31,6 @@ from miraccl.runtime.multinode.network import (
 from miraccl.runtime.multinode.segments import StagedSegment, StagedShape, split_segments
 from miraccl.runtime.multinode.staging import STAGING_THREADS, SegmentNetwork, StagedJob, Staging
 from miraccl.runtime.multinode.stream_monitor import StreamMonitor
-from miraccl.runtime.multinode.transfers import EMPTY_ROUND, run_on_communicator, split_transfers
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.types import Collective, DType, RedOp
 
