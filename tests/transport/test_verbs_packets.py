@@ -16,7 +16,8 @@ from miraccl.transport.base import DatagramOptions
 from miraccl.transport.fifo import PrivateMemory, memory_at
 from miraccl.transport.registry import VERBS
 from miraccl.transport.verbs import VerbsOptions
-from miraccl.transport.verbs_datagram import VerbsDatagramInfo, kind_of
+from miraccl.transport.verbs_datagram import kind_of
+from miraccl.transport.verbs_datagram_info import VerbsDatagramInfo
 from miraccl.transport.verbs_packets import PairKind
 from miraccl.wire.proxy_records import LossKind
 from tests.transport.conformance import TransportConformance, pattern
