@@ -4,7 +4,8 @@
     comm = miraccl.ray.get_group()                        # method of an actor: its communicator
     group.destroy()
 
-``miraccl.ray.register_backend()`` adds MIRACCL to ``ray.util.collective``.
+``miraccl.ray.register_backend()`` adds MIRACCL to ``ray.util.collective``, and
+``miraccl.ray.register_tensor_transport()`` to the tensor transports of actors.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ except ImportError as error:
 from miraccl.ray.groups import Group, create_group, destroy_group
 from miraccl.ray.members import get_group, join_group
 
-__all__ = ["Group", "create_group", "destroy_group", "get_group", "join_group", "register_backend"]
+__all__ = [
+    "Group",
+    "create_group",
+    "destroy_group",
+    "get_group",
+    "join_group",
+    "register_backend",
+    "register_tensor_transport",
+]
 
 
 def register_backend() -> None:
@@ -35,3 +44,27 @@ def register_backend() -> None:
     )  # imported late: ray.util.collective imports torch and cupy if installed
 
     register()
+
+
+def register_tensor_transport() -> None:
+    """Register the tensor transport ``MIRACCL`` in this process, for actors made after it.
+
+    Methods with ``@ray.method(tensor_transport="MIRACCL")``, of actors with
+    ``@ray.remote(enable_tensor_transport=True)``, then return PyTorch tensors that stay in the
+    actor, and that other actors read directly. Idempotent.
+
+    Raises:
+        MissingDependency: PyTorch is not installed, or Ray accepts no tensor transports.
+    """
+    try:
+        import torch
+        from ray.experimental import register_tensor_transport as register
+        from ray.experimental.rdt.util import transport_manager_info
+
+        from miraccl.ray.tensor_transport import NAME, MiracclTensorTransport
+    except ImportError as error:
+        raise MissingDependency(
+            f"cannot register a tensor transport: {error}", hint="pip install torch 'ray>=2.60'"
+        ) from error
+    if NAME not in transport_manager_info:
+        register(NAME, ["cpu", "cuda"], MiracclTensorTransport, torch.Tensor)
