@@ -101,7 +101,11 @@ class Miraccl:
         peer.notify(b"end")
         return best * 1e6
 
-    def pong(self) -> None:
+    def metadata(self) -> str:
+        """Return what ``pong`` of the target needs: nothing."""
+        return ""
+
+    def pong(self, metadata: str) -> None:
         first = self.agent.wait_notification(30)
         assert first is not None
         peer = self.agent.connect(first.data.decode())
@@ -194,11 +198,38 @@ class Nixl:
     def progress(self) -> None:
         self.agent.get_new_notifs()
 
-    def ping(self, seconds: float) -> float:
-        raise NotImplementedError
+    def metadata(self) -> str:
+        return str(self.agent.get_agent_metadata().hex())
 
-    def pong(self) -> None:
-        raise NotImplementedError
+    def _next(self) -> bytes:
+        """Return the next notification. Raises ``RuntimeError`` after 5 s without one."""
+        end = time.perf_counter() + 5
+        while time.perf_counter() < end:
+            for _ in range(1000):
+                for found in self.agent.get_new_notifs().values():
+                    return bytes(found[0])
+        raise RuntimeError("no notification for 5 s")
+
+    def ping(self, seconds: float) -> float:
+        send, name = self.agent.send_notif, self.remote_name
+        send(name, b"first")
+        self._next()
+        best, end = float("inf"), time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            start = time.perf_counter()
+            for _ in range(20):
+                send(name, b"ping")
+                self._next()
+            best = min(best, (time.perf_counter() - start) / 20)
+        send(name, b"end")
+        return best * 1e6
+
+    def pong(self, metadata: str) -> None:
+        name = self.agent.add_remote_agent(bytes.fromhex(metadata))
+        if isinstance(name, bytes):
+            name = name.decode()
+        while (found := self._next()) != b"end":
+            self.agent.send_notif(name, found)
 
 
 class Mooncake:
@@ -257,10 +288,13 @@ class Mooncake:
     def progress(self) -> None:
         """Nothing: it has threads."""
 
+    def metadata(self) -> str:
+        return ""
+
     def ping(self, seconds: float) -> float:
         raise NotImplementedError
 
-    def pong(self) -> None:
+    def pong(self, metadata: str) -> None:
         raise NotImplementedError
 
 
@@ -323,7 +357,9 @@ def handle(engine: Any, command: str, arguments: Any) -> Any:
     if command == "memory":
         return memory_mib() - engine.before
     if command == "pong":
-        return engine.pong()
+        return engine.pong(*arguments)
+    if command == "metadata":
+        return engine.metadata()
     if command == "ping":
         return engine.ping(*arguments)
     if command == "cpu":
