@@ -108,6 +108,9 @@ class EmulatedCopier:
         if count:
             launch(self._kept[table], blocks=3)
 
+    def start_engine(self, target: int, source: int, nbytes: int, event: Any) -> None:
+        ctypes.memmove(target, source, nbytes)
+
     def has_completed(self, event: Any) -> bool:
         return self.running
 
@@ -182,6 +185,27 @@ def test_gpu_to_gpu(emulated: EmulatedCopier, monkeypatch: pytest.MonkeyPatch) -
         agent.close()
 
 
+def test_one_large_extent_uses_the_copy_engine(
+    emulated: EmulatedCopier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "ENGINE_BYTES", 4096)
+    target, initiator = agents()
+    there = np.zeros((64, 128), np.uint8)
+    here = np.arange(8192, dtype=np.uint16).astype(np.uint8).reshape(64, 128)
+    blob = target.register_memory(on_gpu(there), block_nbytes=128).advertise()
+    peer = initiator.connect(target.address)
+    monkeypatch.setattr(type(peer), "_local", lambda self, local, name, writes: on_gpu(local))
+    plan = peer.explain_write(here, blob)
+    assert (plan.method, plan.calls) == ("engine", 1)
+    assert "needs no multiprocessor" in plan.reason
+    peer.write(here, blob).wait()
+    assert (there == here).all()
+    scattered = peer.explain_write(here, blob, src_blocks=range(0, 64, 2), dst_blocks=range(32))
+    assert scattered.method == "kernel"
+    for agent in (initiator, target):
+        agent.close()
+
+
 @needs_compiler
 @pytest.mark.parametrize("trust", ["job", "target"])
 def test_staged(emulated: EmulatedCopier, monkeypatch: pytest.MonkeyPatch, trust: str) -> None:
@@ -197,7 +221,10 @@ def test_staged(emulated: EmulatedCopier, monkeypatch: pytest.MonkeyPatch, trust
     back = np.zeros_like(here)
     reading = peer.readv(back, blob, src_blocks=[6, 0], dst_blocks=[3, 4], notify=b"read")
     reading.wait()
-    assert reading.explain().method == "staged"
+    plan = reading.explain()
+    plan.verify()
+    assert plan.method == "staged"
+    assert f"then {'tcp' if trust == 'target' else 'process'}" in plan.reason
     assert (back[[3, 4]] == there[[6, 0]]).all()
     note = target.wait_notification(5)
     assert note is not None
