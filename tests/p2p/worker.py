@@ -25,6 +25,7 @@ class Worker:
         self.peers: dict[str, Any] = {}
         self.flood: threading.Thread | None = None
         self.flood_result: dict[str, Any] = {}
+        self.flood_done = 0
 
     def hello(self) -> Any:
         return {"pid": os.getpid(), "address": self.agent.address}
@@ -81,17 +82,20 @@ class Worker:
         peer, remote = self.peers[address], bytes.fromhex(blob)
 
         def run() -> None:
-            done = 0
             prepared = peer.prepare("write", self.arrays[name], remote)
             try:
                 while True:
                     prepared.start().wait()
-                    done += 1
+                    self.flood_done += 1
             except miraccl.MiracclError as error:
-                self.flood_result = {"done": done, "error": type(error).__name__}
+                self.flood_result = {"done": self.flood_done, "error": type(error).__name__}
 
+        self.flood_done = 0
         self.flood = threading.Thread(target=run)
         self.flood.start()
+
+    def flood_count(self) -> int:
+        return self.flood_done
 
     def end_flood(self) -> Any:
         assert self.flood is not None
