@@ -248,7 +248,7 @@ class LocalPath:
         notify: bytes | None,
         release: Callable[[Job], None],
     ) -> LocalTransfer:
-        """Start a transfer; its first ``STEP_BYTES`` have moved when this returns."""
+        """Start a transfer; its first ``START_BYTES`` have moved when this returns."""
         self._check_alive()
         return LocalTransfer(
             job, kind=kind, number=number, deadline=deadline, notify=notify, release=release
@@ -300,10 +300,8 @@ class Job:
     ) -> None:
         self.path, self.remote, self.extents, self.writes = path, remote, extents, writes
         self.in_window = base != 0
-        #: True if the first step moves everything.
-        self.is_short = extents.total <= layout.STEP_BYTES and (
-            self.in_window or extents.count <= layout.MAX_VECTORS
-        )
+        #: True if everything has moved when ``start`` returns.
+        self.is_short = extents.total <= layout.START_BYTES
         method = (layout.WINDOW_WRITE if self.in_window else layout.PROCESS_WRITE) + (not writes)
         self.words = words = np.zeros(layout.JOB_BYTES // 8, np.int64)
         nvectors = 0 if self.in_window else min(extents.count, layout.MAX_VECTORS)
@@ -392,11 +390,11 @@ class LocalTransfer(Transfer):
         self._waiters += wait
         try:
             with self._turn:
-                self._advance()
+                self._advance(layout.WAIT_BYTES if wait else layout.STEP_BYTES)
         finally:
             self._waiters -= wait
 
-    def _advance(self) -> None:
+    def _advance(self, budget: int) -> None:
         if self._done:
             return
         path = self._job.path
@@ -405,11 +403,12 @@ class LocalTransfer(Transfer):
         elif not self._deadline.left:
             self._fail(self._timed_out(), STATUS_TIMEOUT)
         else:
-            result = path._step(self._job.address, layout.STEP_BYTES)
+            result = path._step(self._job.address, budget)
             if result != layout.STEP_MORE:
                 self._ended(result)
 
     def stop(self) -> None:
+        self._job.words[layout.JOB_CANCEL // 8] = 1  # a thread that moves ends after its step
         with self._turn:
             if not self._done:
                 self._fail(self._cancelled(), STATUS_CANCELLED)

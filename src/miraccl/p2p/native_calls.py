@@ -11,6 +11,7 @@ from miraccl.native.atomics import bound
 
 LOCAL = "miraccl.p2p.kernels.local"
 NOTIFY = "miraccl.p2p.kernels.notify"
+RECEIVE = "miraccl.p2p.kernels.receive"
 EXTENTS = "miraccl.p2p.kernels.extents"
 SERVE = "miraccl.p2p.kernels.serve"
 REQUEST = "miraccl.p2p.kernels.request"

@@ -21,7 +21,7 @@ from miraccl.p2p.local_path import (
     STATUS_TIMEOUT,
     parse_failure,
 )
-from miraccl.p2p.native_calls import load_word, notify
+from miraccl.p2p.native_calls import RECEIVE, entry, load_word, notify
 from miraccl.transport.fifo import PrivateMemory
 from miraccl.transport.shm import ShmSegment
 
@@ -70,6 +70,9 @@ def failed(peer: str, status: int, reason: str, block: int) -> TransferError:
 class PairSegment:
     """Segment of one connection within the host, at its target."""
 
+    #: Words of a served stream: none fills this ring.
+    stream = 0
+
     def __init__(self, name: str, agent: bytes) -> None:
         self.segment = ShmSegment.create("miraccl-p2p-pair", layout.PAIR_BYTES)
         self.inode = os.fstat(self.segment.fd).st_ino
@@ -92,15 +95,25 @@ class PairSegment:
 
 
 class StreamRing:
-    """Ring of one served stream, in private memory: its thread fills it without Python."""
+    """Ring of one served stream, in private memory, filled without Python.
 
-    def __init__(self, name: str, agent: bytes) -> None:
+    Args:
+        memory: Memory that begins with the words of the stream.
+    """
+
+    def __init__(self, name: str, agent: bytes, memory: PrivateMemory) -> None:
         self._memory = PrivateMemory(layout.PAIR_BYTES)
+        self._stream = memory
         self.peer_name, self.agent = name, agent
 
     @property
     def address(self) -> int:
         return self._memory.address
+
+    @property
+    def stream(self) -> int:
+        """Address of the words of the stream."""
+        return self._stream.address
 
     def accesses(self, slot: int) -> bool:
         """Return False: accesses of a stream are those of its ``ServedStream``."""
@@ -124,9 +137,10 @@ class Inbox:
         #: Work memory of threads that wait: (array, address).
         self._scratches: list[tuple[Any, int]] = []
         self._lock = threading.Lock()
-        self._take, self._take_soon, self._await, self._ring = (
-            notify(name) for name in ("take_record", "take_soon", "await_records", "ring_doorbell")
+        self._take, self._take_soon, self._ring = (
+            notify(name) for name in ("take_record", "take_soon", "ring_doorbell")
         )
+        self._await = entry(RECEIVE, "await_records")
         self._words = np.zeros(layout.INBOX_BYTES // 8, np.int64)
         self._address = int(self._words.__array_interface__["data"][0])
         self._words[layout.INBOX_DOORBELL // 8] = table.doorbell
@@ -165,7 +179,7 @@ class Inbox:
             )
 
     def _set_addresses(self) -> None:
-        entries = [(p.address, id(p.peer_name), id(p.agent)) for p in self._pairs]
+        entries = [(p.address, id(p.peer_name), id(p.agent), p.stream) for p in self._pairs]
         words = np.array([len(entries), *itertools.chain(*entries)], np.int64)
         # Threads may still wait with the former list: the last ones are kept, with their objects.
         self._kept = [*self._kept[-64:], (words, self._pairs)]

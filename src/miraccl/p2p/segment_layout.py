@@ -42,9 +42,10 @@ MAX_NOTIFICATION = MAX_RECORD - 2048
 #: takes records into the queue. ``INBOX_SCRATCH``: struct timespec.
 INBOX_RINGS, INBOX_DOORBELL, INBOX_DRAINING, INBOX_SCRATCH = range(0, 32, 8)
 INBOX_BYTES = 64
-#: A list of rings: their number; then for each the address of the pair, and the objects of the
-#: peer's name and identifier.
-RINGS_ENTRIES, RING_ENTRY_BYTES = 8, 24
+#: A list of rings: their number; then for each the address of the pair, the objects of the peer's
+#: name and identifier, and the words of the served stream that fills it (0: a peer does).
+RINGS_ENTRIES, RING_ENTRY_BYTES = 8, 32
+RING_NAME, RING_AGENT, RING_STREAM = 8, 16, 24
 
 # ---- copy job: words that a transfer within a host is made of (``kernels.local``)
 
@@ -65,8 +66,9 @@ RINGS_ENTRIES, RING_ENTRY_BYTES = 8, 24
     JOB_VECTORS,
     JOB_TOTAL,
     JOB_NVECTORS,
-) = range(0, 128, 8)
-JOB_BYTES = 128
+    JOB_CANCEL,
+) = range(0, 136, 8)
+JOB_BYTES = 136
 #: Methods of a job; reads move remote memory to local memory.
 WINDOW_WRITE, WINDOW_READ, PROCESS_WRITE, PROCESS_READ = range(4)
 #: An extent: local address, offset in the remote region, bytes.
@@ -77,3 +79,7 @@ STEP_MORE, STEP_DONE, STEP_STALE, STEP_FAILED = range(4)
 MAX_VECTORS = 1024
 #: Bytes of one step; bounds what a cancelled transfer still moves.
 STEP_BYTES = 1 << 20
+#: Bytes that have moved when ``start`` returns; below 1 ms.
+START_BYTES = 4 << 20
+#: Bytes that a waiting thread moves between two looks at the deadline.
+WAIT_BYTES = 16 << 20

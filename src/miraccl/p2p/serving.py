@@ -59,7 +59,7 @@ class ServedStream:
         for word, nbytes in sizes.items():
             self._words[word // 8] = address
             address += nbytes
-        self._ring = StreamRing(self.peer_name, self.agent)
+        self._ring = StreamRing(self.peer_name, self.agent, self._memory)
         for word, value in (
             (frames.SERVE_RING, self._ring.address),
             (frames.SERVE_DOORBELL, inbox.doorbell),
@@ -77,7 +77,6 @@ class ServedStream:
         """Serve the stream; ``first`` are bytes that were received already."""
         ctypes.memmove(self._word(frames.SERVE_STAGING), first, len(first))
         self._words[frames.SERVE_END // 8] = len(first)
-        self._inbox.add_pair(self._ring)
         self._thread.start()
 
     def precedes(self, other: Introduction) -> bool:
@@ -101,6 +100,7 @@ class ServedStream:
 
     def _main(self) -> None:
         call = serve()
+        self._inbox.add_pair(self._ring)
         try:
             while (result := call(self._memory.address)) == frames.SERVE_NOTIFICATION:
                 self._notified()

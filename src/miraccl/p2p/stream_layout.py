@@ -79,7 +79,11 @@ STATUS_NAMES = ("ok", "stale", "key", "rights", "range", "cancelled", "failed", 
     #: ring of notifications, and the words that wake their receiver
     SERVE_RING,
     SERVE_DOORBELL,
-) = range(0, 28 * 8, 8)
+    #: who receives: 0 nobody, 1 a thread for a moment, 2 the stream's thread until its next call
+    SERVE_TURN,
+    #: time until which a thread that waits for notifications receives them itself
+    SERVE_POLLED,
+) = range(0, 30 * 8, 8)
 SERVE_BYTES = 256
 STAGING_BYTES = 1 << 16
 #: Bytes per receive into the staging buffer: a request of 16 KiB arrives at once, and of a large
@@ -92,6 +96,11 @@ NVECTORS = MAX_FRAME_EXTENTS + 4
 SCRATCH_BYTES = 512
 #: Results of ``serve``.
 SERVE_NOTIFICATION, SERVE_CLOSED, SERVE_BROKEN, SERVE_PROTOCOL = 1, 2, 3, 4
+
+#: A receiver of notifications keeps a stream for so long after it has polled it.
+LEASE_NS = 100_000
+#: With more streams a receiver leaves them to their threads.
+MAX_POLLED = 4
 
 # ---- the initiator's side
 

@@ -94,6 +94,21 @@ def move_window(job: int, budget: int) -> int:
 
 
 @inline
+def add_range(vectors: int, count: int, address: int, nbytes: int) -> int:
+    """Append an iovec, or extend the last one if it ends at ``address``; return how many there are.
+
+    Each remote iovec costs the kernel a lock and a lookup of pages (``mm/process_vm_access.c``).
+    """
+    last = vectors + 16 * (count - 1)
+    if count > 0 and load(last) + load(last + 8) == address:
+        store(last + 8, load(last + 8) + nbytes)
+        return count
+    store(vectors + 16 * count, address)
+    store(vectors + 16 * count + 8, nbytes)
+    return count + 1
+
+
+@inline
 def move_process(job: int, budget: int) -> int:
     """Move extents by one system call; return the bytes moved, or -1 with ``JOB_ERRNO``."""
     extents, count = load(job + layout.JOB_EXTENTS), load(job + layout.JOB_COUNT)
@@ -102,22 +117,20 @@ def move_process(job: int, budget: int) -> int:
     limit = load(job + layout.JOB_NVECTORS)
     remote_vectors = vectors + 16 * limit
     index, offset = load(job + layout.JOB_INDEX), load(job + layout.JOB_OFFSET)
-    used, total = 0, 0
-    while index + used < count and used < limit and total < budget:
-        extent = extents + (index + used) * layout.EXTENT_BYTES
-        skip = offset if used == 0 else 0
+    nlocal, nremote, total, skip, number = 0, 0, 0, offset, index
+    while number < count and nlocal < limit and nremote < limit and total < budget:
+        extent = extents + number * layout.EXTENT_BYTES
         part = min(load(extent + 16) - skip, budget - total)
-        store(vectors + 16 * used, load(extent) + skip)
-        store(vectors + 16 * used + 8, part)
-        store(remote_vectors + 16 * used, base + load(extent + 8) + skip)
-        store(remote_vectors + 16 * used + 8, part)
+        nlocal = add_range(vectors, nlocal, load(extent) + skip, part)
+        nremote = add_range(remote_vectors, nremote, base + load(extent + 8) + skip, part)
         total += part
-        used += 1
+        number += 1
+        skip = 0
     pid = load(job + layout.JOB_PID)
     if load(job + layout.JOB_METHOD) == layout.PROCESS_READ:
-        moved = process_vm_readv(pid, vectors, used, remote_vectors, used, 0)
+        moved = process_vm_readv(pid, vectors, nlocal, remote_vectors, nremote, 0)
     else:
-        moved = process_vm_writev(pid, vectors, used, remote_vectors, used, 0)
+        moved = process_vm_writev(pid, vectors, nlocal, remote_vectors, nremote, 0)
     if moved < 0:
         store(job + layout.JOB_ERRNO, load32(errno_location()))
         return -1
@@ -159,29 +172,45 @@ def restart(job: int) -> None:
     store(job + layout.JOB_INDEX, 0)
     store(job + layout.JOB_OFFSET, 0)
     store(job + layout.JOB_DONE, 0)
+    store(job + layout.JOB_CANCEL, 0)
+
+
+@inline
+def steps(job: int, budget: int) -> int:
+    """Move up to ``budget`` bytes in steps of ``STEP_BYTES``, each an access of its own."""
+    result, moved = layout.STEP_MORE, 0
+    while result == layout.STEP_MORE and moved < budget:
+        before = load(job + layout.JOB_DONE)
+        result = step(job, min(budget - moved, layout.STEP_BYTES))
+        moved += load(job + layout.JOB_DONE) - before
+        if load_acquire(job + layout.JOB_CANCEL) != 0:
+            return result
+    return result
 
 
 def step_job(self: int, args: int, nargs: int) -> int:
-    """``step_job(job, budget)``: move part of a job and return a ``STEP_`` result."""
+    """``step_job(job, budget)``: move part of a job and return a ``STEP_`` result; a cancelled one
+    ends after a step.
+    """
     job, budget = PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))
     left = load(job + layout.JOB_TOTAL) - load(job + layout.JOB_DONE)
     if min(left, budget) <= RELEASE_GIL_BYTES:
-        return PyLong_FromLong(step(job, budget))
+        return PyLong_FromLong(steps(job, budget))
     state = PyEval_SaveThread()
-    result = step(job, budget)
+    result = steps(job, budget)
     PyEval_RestoreThread(state)
     return PyLong_FromLong(result)
 
 
 def run_job(self: int, args: int, nargs: int) -> int:
-    """``run_job(job, line)``: restart a job and move its first ``STEP_BYTES``."""
+    """``run_job(job, line)``: restart a job and move its first ``START_BYTES``."""
     job = PyLong_AsLong(load(args))
     store(job + layout.JOB_ACCESS, PyLong_AsLong(load(args + 8)))
     restart(job)
     if load(job + layout.JOB_TOTAL) <= RELEASE_GIL_BYTES:
-        return PyLong_FromLong(step(job, layout.STEP_BYTES))
+        return PyLong_FromLong(step(job, layout.START_BYTES))
     state = PyEval_SaveThread()
-    result = step(job, layout.STEP_BYTES)
+    result = steps(job, layout.START_BYTES)
     PyEval_RestoreThread(state)
     return PyLong_FromLong(result)
 

@@ -9,16 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from miraccl.native.intrinsics import (
-    FUTEX_WAIT,
     FUTEX_WAKE,
     SYS_FUTEX,
     Py_IncRef,
     PyBytes_AsString,
     PyBytes_FromStringAndSize,
     PyBytes_Size,
-    PyErr_CheckSignals,
-    PyEval_RestoreThread,
-    PyEval_SaveThread,
     PyLong_AsLong,
     PyLong_FromLong,
     PyTuple_New,
@@ -28,11 +24,9 @@ from miraccl.native.intrinsics import (
     fence,
     inline,
     load,
-    load32,
     load_acquire,
     memcpy,
     pause,
-    sched_yield,
     store,
     store_release,
     syscall,
@@ -165,7 +159,7 @@ def take_plain(inbox: int) -> int:
             number = load(ring + ((head + 8) & (layout.RING_BYTES - 1)))
             ring_copy(ring, head + layout.RECORD_BYTES, PyBytes_AsString(data), nbytes, True)
             store_release(pair + layout.PAIR_HEAD, head + size)
-            name, agent = load(entry + 8), load(entry + 16)
+            name, agent = load(entry + layout.RING_NAME), load(entry + layout.RING_AGENT)
             Py_IncRef(name)
             Py_IncRef(agent)
             PyTuple_SetItem(made, 0, name)
@@ -204,52 +198,6 @@ def now_ns(scratch: int) -> int:
     return load(scratch) * 1000000000 + load(scratch + 8)
 
 
-@inline
-def wait_records(inbox: int, spin_ns: int, wait_ns: int, scratch: int) -> bool:
-    """Wait until a ring has a record, the doorbell's word changes, or ``wait_ns`` have passed."""
-    doorbell = load(inbox + layout.INBOX_DOORBELL)
-    seen = load32(doorbell + layout.DOORBELL_FUTEX)
-    start = now_ns(scratch)
-    rounds, elapsed = 0, 0
-    while elapsed < min(spin_ns, wait_ns):
-        if has_record(inbox) or load32(doorbell + layout.DOORBELL_FUTEX) != seen:
-            return True
-        pause()
-        rounds += 1
-        if rounds & 31 == 0:
-            elapsed = now_ns(scratch) - start
-            if elapsed > 20000:
-                sched_yield()
-    add32(doorbell + layout.DOORBELL_SLEEPERS, 1)
-    fence()
-    found = has_record(inbox)
-    left = wait_ns - (now_ns(scratch) - start)
-    if not found and left > 0:
-        store(scratch, left // 1000000000)
-        store(scratch + 8, left % 1000000000)
-        syscall(SYS_FUTEX, doorbell + layout.DOORBELL_FUTEX, FUTEX_WAIT, seen, scratch, 0, 0)
-        found = has_record(inbox)
-    add32(doorbell + layout.DOORBELL_SLEEPERS, -1)
-    return found
-
-
-def await_records(self: int, args: int, nargs: int) -> int:
-    """``await_records(inbox, spin_ns, wait_ns, scratch)``: 1 if a record came, or 0.
-
-    Returns early after a signal, whose handler has then run; -1 if it raised.
-    """
-    inbox, spin_ns = PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))
-    wait_ns, scratch = PyLong_AsLong(load(args + 16)), PyLong_AsLong(load(args + 24))
-    if has_record(inbox):
-        return PyLong_FromLong(1)
-    state = PyEval_SaveThread()
-    found = wait_records(inbox, spin_ns, wait_ns, scratch)
-    PyEval_RestoreThread(state)
-    if PyErr_CheckSignals() != 0:
-        return 0
-    return PyLong_FromLong(1 if found else 0)
-
-
 def ring_doorbell(self: int, args: int, nargs: int) -> int:
     """``ring_doorbell(doorbell)``: wake all that wait for notifications."""
     doorbell = PyLong_AsLong(load(args))
@@ -263,6 +211,5 @@ EXPORTS: dict[str, Any] = {
     "post_now": post_now,
     "take_record": take_record,
     "take_soon": take_soon,
-    "await_records": await_records,
     "ring_doorbell": ring_doorbell,
 }

@@ -22,17 +22,13 @@ from miraccl.native.intrinsics import (
 from miraccl.p2p import segment_layout as layout
 from miraccl.p2p import stream_layout as frames
 from miraccl.p2p.kernels.sockets import (
-    EAGAIN,
-    EINTR,
-    POLLIN,
-    POLLOUT,
+    LATE,
+    SINCE,
     SYS_RECVMSG,
     SYS_SENDMSG,
     add_vector,
+    move,
     now_ns,
-    relax,
-    transmit,
-    wait_socket,
 )
 
 
@@ -42,17 +38,20 @@ def work_of(op: int) -> int:
 
 
 @inline
-def await_op(op: int, events: int, since: int, until: int) -> int:
-    """Wait for the socket; return 0, a negative errno, or ``RUN_MORE + 1`` at the slice's end."""
-    scratch = work_of(op) + frames.WORK_SCRATCH
-    now = now_ns(scratch)
-    if now >= until:
-        return 1
-    if now - since < load(op + frames.OP_SPIN_NS):
-        relax(now - since)
-        return 0
-    ready = wait_socket(load(op + frames.OP_FD), events, until - now, scratch)
-    return 0 if ready >= 0 or ready == -EINTR else ready
+def moved(op: int, call: int, used: int, until: int) -> int:
+    """Send or receive the vectors of the work memory once, or wait; return the bytes, 0 to try
+    again, ``LATE`` at the slice's end, ``CLOSED``, or minus errno.
+    """
+    work = work_of(op)
+    return move(
+        call,
+        load(op + frames.OP_FD),
+        work + frames.WORK_VECTORS,
+        used,
+        load(op + frames.OP_SPIN_NS),
+        until,
+        work + frames.WORK_SCRATCH,
+    )
 
 
 @inline
@@ -168,24 +167,12 @@ def frame_size(op: int) -> int:
 @inline
 def send_frame(op: int, until: int) -> int:
     """Send the rest of the frame under way; return 0, 1 at the slice's end, or minus errno."""
-    scratch, size = work_of(op) + frames.WORK_SCRATCH, frame_size(op)
-    since = 0
+    size = frame_size(op)
     while load(op + frames.OP_FRAME_SENT) < size:
-        used = frame_vectors(op)
-        got = transmit(
-            SYS_SENDMSG, load(op + frames.OP_FD), work_of(op) + frames.WORK_VECTORS, used, scratch
-        )
-        if got >= 0:
-            store(op + frames.OP_FRAME_SENT, load(op + frames.OP_FRAME_SENT) + got)
-            since = 0
-        elif got == -EAGAIN:
-            if since == 0:
-                since = now_ns(scratch)
-            waited = await_op(op, POLLOUT, since, until)
-            if waited != 0:
-                return waited
-        elif got != -EINTR:
-            return got
+        got = moved(op, SYS_SENDMSG, frame_vectors(op), until)
+        if got < 0:
+            return 1 if got == LATE else got
+        store(op + frames.OP_FRAME_SENT, load(op + frames.OP_FRAME_SENT) + got)
     return 0
 
 
@@ -214,8 +201,7 @@ def send_notify(op: int, until: int) -> int:
         write_header(op, frames.NOTIFY, 0, 0, nbytes)
         store(work + frames.WORK_HEADER + 16, load(op + frames.OP_BLOCK) | nbytes << 32)
         store(work + frames.WORK_HEADER + 24, 1)
-    vectors, scratch = work + frames.WORK_VECTORS, work + frames.WORK_SCRATCH
-    since = 0
+    vectors = work + frames.WORK_VECTORS
     while load(op + frames.OP_FRAME_SENT) < frames.REQUEST_BYTES + nbytes:
         sent, used = load(op + frames.OP_FRAME_SENT), 0
         if sent < frames.REQUEST_BYTES:
@@ -226,17 +212,10 @@ def send_notify(op: int, until: int) -> int:
         sent -= frames.REQUEST_BYTES
         if sent < nbytes:
             used = add_vector(vectors, used, load(op + frames.OP_NOTIFY_DATA) + sent, nbytes - sent)
-        got = transmit(SYS_SENDMSG, load(op + frames.OP_FD), vectors, used, scratch)
-        if got >= 0:
-            store(op + frames.OP_FRAME_SENT, load(op + frames.OP_FRAME_SENT) + got)
-        elif got == -EAGAIN:
-            if since == 0:
-                since = now_ns(scratch)
-            waited = await_op(op, POLLOUT, since, until)
-            if waited != 0:
-                return waited
-        elif got != -EINTR:
-            return got
+        got = moved(op, SYS_SENDMSG, used, until)
+        if got < 0:
+            return 1 if got == LATE else got
+        store(op + frames.OP_FRAME_SENT, load(op + frames.OP_FRAME_SENT) + got)
     store(op + frames.OP_FRAME_SENT, -1)
     return 0
 
@@ -249,27 +228,6 @@ def note(op: int, status: int, position: int) -> None:
     if load(op + frames.OP_STATUS) == frames.OK:
         store(op + frames.OP_STATUS, status)
         store(op + frames.OP_POSITION, position)
-
-
-@inline
-def receive(op: int, used: int, until: int, since: int) -> int:
-    """Receive into the iovecs of the work memory; bytes, 0 to try again, or negative: minus errno,
-    ``-1 << 20`` at the slice's end, ``-1 << 21`` at the end of the stream.
-    """
-    scratch = work_of(op) + frames.WORK_SCRATCH
-    got = transmit(
-        SYS_RECVMSG, load(op + frames.OP_FD), work_of(op) + frames.WORK_VECTORS, used, scratch
-    )
-    if got > 0:
-        return got
-    if got == 0:
-        return -(1 << 21)
-    if got == -EAGAIN:
-        waited = await_op(op, POLLIN, since, until)
-        if waited == 1:
-            return -(1 << 20)
-        return waited
-    return 0 if got == -EINTR else got
 
 
 @inline
@@ -330,7 +288,7 @@ def count_payload(op: int, got: int) -> None:
 @inline
 def receive_reply(op: int, until: int) -> int:
     """Receive one reply; return 0, 1 at the slice's end, 2 for a violation, or minus errno."""
-    work, since = work_of(op), now_ns(work_of(op) + frames.WORK_SCRATCH)
+    work = work_of(op)
     vectors = work + frames.WORK_VECTORS
     while True:
         state = load(op + frames.OP_IN_STATE)
@@ -348,13 +306,9 @@ def receive_reply(op: int, until: int) -> int:
             used = add_vector(
                 vectors, 0, work + frames.WORK_REPLY + 32 + done, frames.TRAILER_BYTES - done
             )
-        got = receive(op, used, until, since)
-        if got == -(1 << 20):
-            return 1
+        got = moved(op, SYS_RECVMSG, used, until)
         if got < 0:
-            return got
-        if got > 0:
-            since = 0
+            return 1 if got == LATE else got
         if got > 0 and state == 1:
             count_payload(op, got)
         elif got > 0:
@@ -373,8 +327,6 @@ def receive_reply(op: int, until: int) -> int:
                     note(op, status, load(op + frames.OP_IN_BYTES))
                 store(op + frames.OP_ANSWERED, load(op + frames.OP_ANSWERED) + 1)
                 return 0
-        if since == 0:
-            since = now_ns(work + frames.WORK_SCRATCH)
 
 
 @inline
@@ -487,6 +439,7 @@ def begin_op(self: int, args: int, nargs: int) -> int:
     store(op + frames.OP_NUMBER, PyLong_AsLong(load(args + 16)))
     store(op + frames.OP_FLAGS, PyLong_AsLong(load(args + 24)))
     store(op + frames.OP_WORK, PyLong_AsLong(load(args + 32)))
+    store(work_of(op) + frames.WORK_SCRATCH + SINCE, 0)
     store(op + frames.OP_FRAME_SENT, -1)
     store(op + frames.OP_NOTIFY_BYTES, nbytes)
     store(op + frames.OP_NOTIFY_DATA, PyBytes_AsString(load(args + 40)) if nbytes >= 0 else 0)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from miraccl.native.intrinsics import (
+    FUTEX_WAKE,
+    SYS_FUTEX,
     PyEval_RestoreThread,
     PyEval_SaveThread,
     PyLong_AsLong,
@@ -22,25 +24,32 @@ from miraccl.native.intrinsics import (
     memmove,
     store,
     store_release,
+    syscall,
 )
 from miraccl.p2p import segment_layout as layout
 from miraccl.p2p import stream_layout as frames
 from miraccl.p2p.kernels.notify import wake_sleepers, write_record
 from miraccl.p2p.kernels.sockets import (
+    CLOSED,
     EAGAIN,
     EINTR,
+    FOREVER,
     POLLIN,
     POLLOUT,
     SYS_RECVMSG,
     SYS_SENDMSG,
     add_vector,
+    nap,
     now_ns,
     relax,
+    settle,
     transmit,
     wait_socket,
 )
 
 RIGHT_READ, RIGHT_WRITE = 1, 2
+#: Offset in the scratch area for a thread that polls while the stream's thread waits.
+POLL_SCRATCH = 384
 MAX_OFFSET = 1 << 62
 
 
@@ -60,15 +69,35 @@ def end_access(stream: int) -> None:
 
 
 @inline
-def await_socket(stream: int, events: int, since: int) -> int:
-    """Wait for a socket: poll for a while after ``since``, then sleep. Returns minus errno or 0."""
-    scratch = load(stream + frames.SERVE_SCRATCH)
-    elapsed = now_ns(scratch) - since
-    if elapsed < load(stream + frames.SERVE_SPIN_NS):
-        relax(elapsed)
-        return 0
-    ready = wait_socket(load(stream + frames.SERVE_FD), events, -1, scratch)
-    return 0 if ready >= 0 or ready == -EINTR else ready
+def settled(stream: int, call: int, got: int) -> int:
+    """Return the bytes of a ``transmit``, 0 to try again, or minus a ``SERVE_`` result."""
+    fd, scratch = load(stream + frames.SERVE_FD), load(stream + frames.SERVE_SCRATCH)
+    got = settle(call, got, fd, load(stream + frames.SERVE_SPIN_NS), FOREVER, scratch)
+    if got >= 0:
+        return got
+    if got == CLOSED:
+        return -frames.SERVE_CLOSED
+    store(stream + frames.SERVE_ERRNO, -got)
+    return -frames.SERVE_BROKEN
+
+
+@inline
+def transmitted(stream: int, call: int, used: int) -> int:
+    """Send or receive the vectors of the stream once; return as ``transmit``."""
+    return transmit(
+        call,
+        load(stream + frames.SERVE_FD),
+        load(stream + frames.SERVE_VECTORS),
+        used,
+        load(stream + frames.SERVE_SCRATCH),
+    )
+
+
+@inline
+def moved(stream: int, call: int, address: int, nbytes: int) -> int:
+    """Send or receive up to ``nbytes`` at ``address``; return as ``settled``."""
+    used = add_vector(load(stream + frames.SERVE_VECTORS), 0, address, nbytes)
+    return settled(stream, call, transmitted(stream, call, used))
 
 
 @inline
@@ -80,54 +109,31 @@ def staged(stream: int) -> int:
 @inline
 def fill(stream: int, nbytes: int) -> int:
     """Receive until the staging buffer has ``nbytes``; return 0, or a ``SERVE_`` result."""
-    staging, scratch = load(stream + frames.SERVE_STAGING), load(stream + frames.SERVE_SCRATCH)
+    staging = load(stream + frames.SERVE_STAGING)
     start = load(stream + frames.SERVE_START)
     if staged(stream) < nbytes and start > 0:
         memmove(staging, staging + start, staged(stream))
         store(stream + frames.SERVE_END, staged(stream))
         store(stream + frames.SERVE_START, 0)
-    since = now_ns(scratch)
     while staged(stream) < nbytes:
         end = load(stream + frames.SERVE_END)
         room = min(frames.STAGING_BYTES - end, max(frames.STAGED_RECEIVE, nbytes))
-        vectors = load(stream + frames.SERVE_VECTORS)
-        add_vector(vectors, 0, staging + end, room)
-        got = transmit(SYS_RECVMSG, load(stream + frames.SERVE_FD), vectors, 1, scratch)
-        if got > 0:
-            store(stream + frames.SERVE_END, end + got)
-        elif got == 0:
-            return frames.SERVE_CLOSED
-        elif got == -EAGAIN:
-            failed = await_socket(stream, POLLIN, since)
-            if failed != 0:
-                return broken(stream, failed)
-        elif got != -EINTR:
-            return broken(stream, got)
+        got = moved(stream, SYS_RECVMSG, staging + end, room)
+        if got < 0:
+            return -got
+        store(stream + frames.SERVE_END, end + got)
     return 0
-
-
-@inline
-def broken(stream: int, failed: int) -> int:
-    store(stream + frames.SERVE_ERRNO, -failed)
-    return frames.SERVE_BROKEN
 
 
 @inline
 def send_all(stream: int, address: int, nbytes: int) -> int:
     """Send a short reply; return 0, or a ``SERVE_`` result."""
-    scratch, vectors = load(stream + frames.SERVE_SCRATCH), load(stream + frames.SERVE_VECTORS)
-    sent, since = 0, now_ns(scratch)
+    sent = 0
     while sent < nbytes:
-        add_vector(vectors, 0, address + sent, nbytes - sent)
-        got = transmit(SYS_SENDMSG, load(stream + frames.SERVE_FD), vectors, 1, scratch)
-        if got >= 0:
-            sent += got
-        elif got == -EAGAIN:
-            failed = await_socket(stream, POLLOUT, since)
-            if failed != 0:
-                return broken(stream, failed)
-        elif got != -EINTR:
-            return broken(stream, got)
+        got = moved(stream, SYS_SENDMSG, address + sent, nbytes - sent)
+        if got < 0:
+            return -got
+        sent += got
     return 0
 
 
@@ -233,24 +239,15 @@ def note_failure(stream: int, status: int, position: int) -> None:
 @inline
 def discard(stream: int, nbytes: int) -> int:
     """Receive payload of a failed operation without storing it."""
-    scratch, vectors = load(stream + frames.SERVE_SCRATCH), load(stream + frames.SERVE_VECTORS)
     part = min(staged(stream), nbytes)
     store(stream + frames.SERVE_START, load(stream + frames.SERVE_START) + part)
-    left, since = nbytes - part, now_ns(scratch)
+    left = nbytes - part
     while left > 0:
-        add_vector(vectors, 0, load(stream + frames.SERVE_DISCARD), min(left, frames.DISCARD_BYTES))
-        got = transmit(SYS_RECVMSG, load(stream + frames.SERVE_FD), vectors, 1, scratch)
-        if got > 0:
-            left -= got
-            since = now_ns(scratch)
-        elif got == 0:
-            return frames.SERVE_CLOSED
-        elif got == -EAGAIN:
-            failed = await_socket(stream, POLLIN, since)
-            if failed != 0:
-                return broken(stream, failed)
-        elif got != -EINTR:
-            return broken(stream, got)
+        room = min(left, frames.DISCARD_BYTES)
+        got = moved(stream, SYS_RECVMSG, load(stream + frames.SERVE_DISCARD), room)
+        if got < 0:
+            return -got
+        left -= got
     return 0
 
 
@@ -308,9 +305,8 @@ def place(stream: int, header: int, payload: int) -> int:
     """Store the payload of a checked PUT; return 0, or a ``SERVE_`` result."""
     slot, generation = load(header + 16) & 0xFFFFFFFF, load(header + 24)
     entry = load(stream + frames.SERVE_ENTRIES) + slot * layout.ENTRY_BYTES
-    scratch, vectors = load(stream + frames.SERVE_SCRATCH), load(stream + frames.SERVE_VECTORS)
-    base = load(entry + layout.ENTRY_ADDRESS)
-    index, skip, done, since = 0, 0, 0, 0
+    vectors, base = load(stream + frames.SERVE_VECTORS), load(entry + layout.ENTRY_ADDRESS)
+    index, skip, done = 0, 0, 0
     while done < payload:
         if not begin_access(stream, slot, generation):
             note_failure(stream, frames.STALE, load(header + 56) + done)
@@ -323,22 +319,13 @@ def place(stream: int, header: int, payload: int) -> int:
             done += part
         else:
             used = build_vectors(vectors, header, base, index, skip, frames.PIECE_BYTES)
-            got = transmit(SYS_RECVMSG, load(stream + frames.SERVE_FD), vectors, used, scratch)
-            end_access(stream)
-            if got > 0:
-                done += got
-                index, skip = skip_extents(header, index, skip, got)
-                since = 0
-            elif got == 0:
-                return frames.SERVE_CLOSED
-            elif got == -EAGAIN:
-                if since == 0:
-                    since = now_ns(scratch)
-                failed = await_socket(stream, POLLIN, since)
-                if failed != 0:
-                    return broken(stream, failed)
-            elif got != -EINTR:
-                return broken(stream, got)
+            got = transmitted(stream, SYS_RECVMSG, used)
+            end_access(stream)  # before a wait
+            got = settled(stream, SYS_RECVMSG, got)
+            if got < 0:
+                return -got
+            done += got
+            index, skip = skip_extents(header, index, skip, got)
     return 0
 
 
@@ -414,7 +401,7 @@ def send_data(stream: int, header: int, payload: int) -> int:
     """Send the memory that a checked GET names; return 0, or a ``SERVE_`` result."""
     slot, generation = load(header + 16) & 0xFFFFFFFF, load(header + 24)
     entry = load(stream + frames.SERVE_ENTRIES) + slot * layout.ENTRY_BYTES
-    scratch, words = load(stream + frames.SERVE_SCRATCH), load(stream + frames.SERVE_SCRATCH) + 256
+    words = load(stream + frames.SERVE_SCRATCH) + 256
     base = load(entry + layout.ENTRY_ADDRESS)
     store(words, frames.MAGIC | frames.DATA << 16)
     store(words + 8, load(header + 8))
@@ -422,27 +409,19 @@ def send_data(stream: int, header: int, payload: int) -> int:
     store(words + 24, load(header + 56))
     store(words + frames.REPLY_BYTES, frames.OK)
     total = frames.REPLY_BYTES + payload + frames.TRAILER_BYTES
-    sent, since, live = 0, 0, True
+    sent, live = 0, True
     while sent < total:
         if live and not begin_access(stream, slot, generation):
             live = False
             store(words + frames.REPLY_BYTES, frames.STALE)
         used = data_vectors(stream, header, base, words, sent, payload, live)
-        vectors = load(stream + frames.SERVE_VECTORS)
-        got = transmit(SYS_SENDMSG, load(stream + frames.SERVE_FD), vectors, used, scratch)
+        got = transmitted(stream, SYS_SENDMSG, used)
         if live:
-            end_access(stream)
-        if got >= 0:
-            sent += got
-            since = 0
-        elif got == -EAGAIN:
-            if since == 0:
-                since = now_ns(scratch)
-            failed = await_socket(stream, POLLOUT, since)
-            if failed != 0:
-                return broken(stream, failed)
-        elif got != -EINTR:
-            return broken(stream, got)
+            end_access(stream)  # before a wait
+        got = settled(stream, SYS_SENDMSG, got)
+        if got < 0:
+            return -got
+        sent += got
     return 0
 
 
@@ -460,19 +439,36 @@ def handle_get(stream: int, header: int, payload: int) -> int:
 
 
 @inline
+def put_in_ring(stream: int, header: int, payload: int, status: int) -> bool:
+    """Put the notification at ``header`` into the ring of the stream; return False if it is full,
+    or the transfer failed, which Python describes.
+    """
+    ring = load(stream + frames.SERVE_RING)
+    if status != frames.OK or ring == 0 or payload > layout.MAX_RECORD:
+        return False
+    if not write_record(ring, 0, load(header + 8), header + frames.REQUEST_BYTES, payload):
+        return False
+    wake_sleepers(load(stream + frames.SERVE_DOORBELL))
+    return True
+
+
+@inline
+def is_last_result(stream: int, header: int) -> bool:
+    """Return True if the last operation decides about the error of the notification."""
+    return load(header + 24) == 1 and load(stream + frames.SERVE_LAST_OP) == load(header + 8)
+
+
+@inline
 def handle_notify(stream: int, header: int, payload: int) -> int:
-    """Put a notification into the ring of the stream, or hand it to Python if the ring is full or
-    the transfer failed; its data stay in the staging buffer until the next call.
+    """Put a notification into the ring, or hand it to Python; its data stay in the staging buffer
+    until the next call.
     """
     status, position = load(header + 48), load(header + 56)
-    if load(header + 24) == 1 and load(stream + frames.SERVE_LAST_OP) == load(header + 8):
+    if is_last_result(stream, header):
         status = load(stream + frames.SERVE_LAST_STATUS)
         position = load(stream + frames.SERVE_LAST_POSITION)
-    ring, data = load(stream + frames.SERVE_RING), header + frames.REQUEST_BYTES
-    fits = status == frames.OK and ring != 0 and payload <= layout.MAX_RECORD
-    if fits and write_record(ring, 0, load(header + 8), data, payload):
+    if put_in_ring(stream, header, payload, status):
         store(stream + frames.SERVE_START, load(stream + frames.SERVE_START) + payload)
-        wake_sleepers(load(stream + frames.SERVE_DOORBELL))
         return 0
     store(stream + frames.SERVE_EVENT_NUMBER, load(header + 8))
     store(stream + frames.SERVE_EVENT_STATUS, status)
@@ -484,9 +480,75 @@ def handle_notify(stream: int, header: int, payload: int) -> int:
     return frames.SERVE_NOTIFICATION
 
 
+# ---- turns: the stream's thread receives, or for a moment a thread that waits for notifications
+
+
+@inline
+def take_turn(stream: int) -> bool:
+    return load(stream + frames.SERVE_TURN) == 0 and (exchange(stream + frames.SERVE_TURN, 1) == 0)
+
+
+@inline
+def leave_turn(stream: int) -> None:
+    store_release(stream + frames.SERVE_TURN, 0)
+
+
+@inline
+def receive_staged(stream: int) -> int:
+    """Receive into the staging buffer without a wait; return as ``transmit``."""
+    staging, start = load(stream + frames.SERVE_STAGING), load(stream + frames.SERVE_START)
+    if start > 0:
+        memmove(staging, staging + start, staged(stream))
+        store(stream + frames.SERVE_END, staged(stream))
+        store(stream + frames.SERVE_START, 0)
+    end = load(stream + frames.SERVE_END)
+    room = min(frames.STAGING_BYTES - end, frames.STAGED_RECEIVE)
+    used = add_vector(load(stream + frames.SERVE_VECTORS), 0, staging + end, room)
+    got = transmitted(stream, SYS_RECVMSG, used)
+    if got > 0:
+        store(stream + frames.SERVE_END, end + got)
+    return got
+
+
+@inline
+def await_request(stream: int) -> int:
+    """Wait for the first bytes of a request; return 0, or a ``SERVE_`` result, with the turn."""
+    fd, scratch = load(stream + frames.SERVE_FD), load(stream + frames.SERVE_SCRATCH)
+    since = 0
+    while True:
+        got = -EAGAIN
+        if take_turn(stream):
+            if staged(stream) > 0:
+                return 0
+            got = receive_staged(stream)
+            if got > 0:
+                return 0
+            if got == 0:
+                return frames.SERVE_CLOSED
+            if got != -EAGAIN and got != -EINTR:
+                store(stream + frames.SERVE_ERRNO, -got)
+                return frames.SERVE_BROKEN
+            leave_turn(stream)
+        now = now_ns(scratch)
+        polled = load_acquire(stream + frames.SERVE_POLLED)
+        if polled > now:
+            nap(stream + frames.SERVE_POLLED, polled, min(polled - now, frames.LEASE_NS), scratch)
+            since = 0
+        else:
+            if since == 0:
+                since = now
+            if now - since < load(stream + frames.SERVE_SPIN_NS):
+                relax(now - since)
+            else:
+                wait_socket(fd, POLLIN, -1, scratch)
+
+
 @inline
 def handle(stream: int) -> int:
-    """Receive and execute one request; return 0, or a ``SERVE_`` result."""
+    """Receive the rest of a request and execute it; return 0, or a ``SERVE_`` result.
+
+    The thread has the turn.
+    """
     failed = fill(stream, frames.REQUEST_BYTES)
     if failed != 0:
         return failed
@@ -518,14 +580,83 @@ def handle(stream: int) -> int:
     return handle_get(stream, table, payload)
 
 
+@inline
+def is_staged(stream: int) -> bool:
+    """Return True if all of the next request is in the staging buffer, and it has a short answer
+    that the socket takes without a wait.
+    """
+    header = load(stream + frames.SERVE_STAGING) + load(stream + frames.SERVE_START)
+    if not is_well_formed(header):
+        return False
+    kind, count = (load(header) >> 16) & 0xFF, (load(header) >> 32) & 0xFFFF
+    payload = (load(header + 16) >> 32) & 0xFFFFFFFF
+    size = frames.REQUEST_BYTES + (16 * count if count > 1 else 0)
+    if kind == frames.GET or staged(stream) < size + payload:
+        return False
+    if kind == frames.NOTIFY:
+        return True
+    if kind == frames.PUT and sum_extents(header) != payload:
+        return False
+    scratch = load(stream + frames.SERVE_SCRATCH) + POLL_SCRATCH
+    return wait_socket(load(stream + frames.SERVE_FD), POLLOUT, 0, scratch) == 1
+
+
+@inline
+def take_staged(stream: int) -> bool:
+    """Put the notification in the staging buffer into the ring; return False if Python has to."""
+    start = load(stream + frames.SERVE_START)
+    header = load(stream + frames.SERVE_STAGING) + start
+    payload, status = (load(header + 16) >> 32) & 0xFFFFFFFF, load(header + 48)
+    if is_last_result(stream, header):
+        status = load(stream + frames.SERVE_LAST_STATUS)
+    if not put_in_ring(stream, header, payload, status):
+        return False
+    store(stream + frames.SERVE_START, start + frames.REQUEST_BYTES + payload)
+    return True
+
+
+@inline
+def poll_notification(stream: int, now: int) -> bool:
+    """Receive on the thread of a receiver, without a wait, up to a notification; return True if
+    there was one. What is not in the staging buffer as a whole is left to the stream's thread.
+    """
+    if not take_turn(stream):
+        return False
+    found, mine = False, True
+    if staged(stream) < frames.REQUEST_BYTES:
+        got = receive_staged(stream)
+        mine = got > 0 or got == -EAGAIN or got == -EINTR
+    while mine and not found and staged(stream) >= frames.REQUEST_BYTES:
+        header = load(stream + frames.SERVE_STAGING) + load(stream + frames.SERVE_START)
+        mine = is_staged(stream)
+        if mine and (load(header) >> 16) & 0xFF == frames.NOTIFY:
+            found = take_staged(stream)
+            mine = found
+        elif mine:
+            mine = handle(stream) == 0
+    store_release(stream + frames.SERVE_POLLED, now + frames.LEASE_NS if mine else 0)
+    leave_turn(stream)
+    if not mine:
+        syscall(SYS_FUTEX, stream + frames.SERVE_POLLED, FUTEX_WAKE, 1, 0, 0, 0)
+    return found
+
+
 def serve(self: int, args: int, nargs: int) -> int:
     """``serve(stream)``: execute requests until a ``SERVE_`` result concerns Python."""
     stream = PyLong_AsLong(load(args))
     state = PyEval_SaveThread()
     result = 0
+    if load(stream + frames.SERVE_TURN) == 2:
+        leave_turn(stream)
     while result == 0:
-        result = handle(stream)
+        result = await_request(stream)
+        if result == 0:
+            result = handle(stream)
         store(stream + frames.SERVE_FRAMES, load(stream + frames.SERVE_FRAMES) + 1)
+        if result == 0:
+            leave_turn(stream)
+    # Kept until the next call: Python reads the staging buffer, or closes the socket.
+    store_release(stream + frames.SERVE_TURN, 2)
     PyEval_RestoreThread(state)
     return PyLong_FromLong(result)
 

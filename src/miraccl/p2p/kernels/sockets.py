@@ -5,6 +5,8 @@ from __future__ import annotations
 import platform
 
 from miraccl.native.intrinsics import (
+    FUTEX_WAIT,
+    SYS_FUTEX,
     clock_gettime,
     errno_location,
     inline,
@@ -25,8 +27,14 @@ EINTR, EAGAIN = 4, 11
 #: Time after which a polling thread yields its core. Longer is worse where both sides share a core:
 #: with 15 us a round trip on a busy machine took 50 us, all of the polling time, instead of 20.
 PAUSE_NS = 2_000
-#: Offsets in a scratch area: struct msghdr, struct pollfd, struct timespec twice.
-MESSAGE, POLLFD, TIMEOUT, CLOCK = 0, 64, 80, 96
+#: Offsets in a scratch area: struct msghdr, struct pollfd, struct timespec twice, and the time
+#: since which a call would have blocked (0: the last one moved bytes).
+MESSAGE, POLLFD, TIMEOUT, CLOCK, SINCE = 0, 64, 80, 96, 112
+#: Results of ``settle`` and ``move`` beside bytes and minus errno: the time is over, the other side
+#: has closed the stream.
+LATE, CLOSED = -(1 << 20), -(1 << 21)
+#: ``until`` of a wait without a limit.
+FOREVER = 1 << 62
 
 
 @inline
@@ -72,9 +80,55 @@ def wait_socket(fd: int, events: int, wait_ns: int, scratch: int) -> int:
 
 
 @inline
+def nap(word: int, value: int, wait_ns: int, scratch: int) -> None:
+    """Sleep for ``wait_ns``, below a second, unless a word is not ``value``, or until a wake-up."""
+    store(scratch + TIMEOUT, 0)
+    store(scratch + TIMEOUT + 8, wait_ns)
+    syscall(SYS_FUTEX, word, FUTEX_WAIT, value & 0xFFFFFFFF, scratch + TIMEOUT, 0, 0)
+
+
+@inline
 def relax(elapsed: int) -> None:
     """Wait a moment between two polls: first on the core, later giving it to others."""
     if elapsed < PAUSE_NS:
         pause()
     else:
         sched_yield()
+
+
+@inline
+def settle(call: int, got: int, fd: int, spin_ns: int, until: int, scratch: int) -> int:
+    """Process the result of ``transmit``: return the bytes; 0 to try again, after a wait if it
+    would have blocked; ``LATE``, ``CLOSED`` or minus errno.
+
+    The wait polls for ``spin_ns`` after the first call that would have blocked, then sleeps.
+    """
+    if got > 0:
+        store(scratch + SINCE, 0)
+        return got
+    if got == 0:
+        return CLOSED if call == SYS_RECVMSG else 0
+    if got == -EINTR:
+        return 0
+    if got != -EAGAIN:
+        return got
+    now = now_ns(scratch)
+    if now >= until:
+        return LATE
+    if load(scratch + SINCE) == 0:
+        store(scratch + SINCE, now)
+    elapsed = now - load(scratch + SINCE)
+    if elapsed < spin_ns:
+        relax(elapsed)
+        return 0
+    events = POLLIN if call == SYS_RECVMSG else POLLOUT
+    ready = wait_socket(fd, events, until - now if until < FOREVER else -1, scratch)
+    return 0 if ready >= 0 or ready == -EINTR else ready
+
+
+@inline
+def move(
+    call: int, fd: int, vectors: int, count: int, spin_ns: int, until: int, scratch: int
+) -> int:
+    """Send or receive once, or wait; return as ``settle``."""
+    return settle(call, transmit(call, fd, vectors, count, scratch), fd, spin_ns, until, scratch)
