@@ -11,22 +11,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack, overload
 
+from miraccl.api.aggregators import Aggregators
 from miraccl.api.lifecycle import Lifecycle
 from miraccl.api.messages import Messages, PersistentOperations
 from miraccl.api.operations import SUM, Collectives
 from miraccl.api.sparse_operations import SparseCollectives
 from miraccl.api.uneven import UnevenCollectives
 from miraccl.deadline import Deadline
-from miraccl.errors import InvalidUsage
-from miraccl.ops.spec import ALL_REDUCE_SPARSE
-from miraccl.runtime.aggregation import Aggregation, serve
 from miraccl.runtime.core import CommunicatorCore
 from miraccl.runtime.gpu.launch_order import LaunchOrders, thread_launch_orders
 from miraccl.runtime.options import CommunicatorOptions, Options, shows_options
 from miraccl.runtime.rendezvous import join_by_id, start_deadline
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.runtime.shrink import shrink
-from miraccl.runtime.switch import check_switches, join_switches
 from miraccl.types import Collective, DType, Operator
 
 if TYPE_CHECKING:
@@ -46,6 +43,7 @@ class Communicator(
     SparseCollectives,
     Messages,
     PersistentOperations,
+    Aggregators,
     Lifecycle,
 ):
     """A group of ranks that communicate; this process (or thread) is one of them.
@@ -161,57 +159,8 @@ class Communicator(
         self._splits = 0
         self._gpu_waits = 0  # waits of the application for the GPU so far
 
-    def use_aggregators(self, wide: Communicator, aggregators: int, mode: str) -> None:
-        """Send sums through the last members of ``wide``, which this communicator owns from now on.
-
-        Args:
-            wide: Communicator of these ranks and, after them, the aggregators.
-            aggregators: Number of aggregators.
-            mode: As MIRACCL_AGGREGATION.
-
-        Raises:
-            InvalidUsage: The mode names a schedule that does not fit.
-        """
-        self._aggregation = Aggregation(self._core, wide._core, aggregators, mode)
-
-    def use_switch(self, addresses: str, mode: str = "auto") -> None:
-        """Add an aggregator of each switch, for all_reduce, reduce_scatter and all_gather.
-
-        Collective. A switch is a process `miraccl aggregator --listen HOST:PORT`, which may serve
-        several communicators. Communicators that ``split`` or ``shrink`` make do without.
-
-        Args:
-            addresses: HOST:PORT of each switch, separated by commas; that of rank 0 counts.
-            mode: As MIRACCL_AGGREGATION: ``auto`` measures and uses the aggregators where they are
-                faster; ``always``, ``never``, or the name of a schedule. The same on all ranks.
-
-        Raises:
-            InvalidUsage: The communicator has aggregators already, or an argument is not allowed.
-            BootstrapError: A switch cannot be reached, or refuses; the communicator is unchanged.
-            AuthenticationError: A switch has another secret (MIRACCL_SECRET).
-        """
-        self._core.check(0, "use_switch")
-        if self._aggregation is not None:
-            raise InvalidUsage("cannot use a switch: the communicator has aggregators already")
-        switches = check_switches(addresses, mode)
-        session, deadline = join_switches(self._core, switches)
-        setup = SetupPhases(session, deadline)
-        wide = Communicator.from_session(session, Options.create(), setup=setup)
-        self.use_aggregators(wide, len(switches), mode)
-
-    def serve_as_aggregator(
-        self, aggregators: int, on_sum: Callable[[int], None] = lambda nbytes: None
-    ) -> None:
-        """Add up for the other members until they leave; this member is one of the aggregators.
-
-        Args:
-            aggregators: Number of aggregators, the last members.
-            on_sum: Called with the bytes of each sum.
-
-        Raises:
-            PeerDied: A member died.
-        """
-        serve(self._core, aggregators, on_sum)
+    def _create_over(self, session: Session, setup: SetupPhases) -> Communicator:
+        return Communicator.from_session(session, Options.create(), setup=setup)
 
     def _create_child(self, session: Session, setup: SetupPhases) -> Communicator:
         return Communicator.from_session(session, self._core.options, parent=self, setup=setup)
@@ -309,11 +258,7 @@ class Communicator(
         Raises:
             InvalidUsage: An argument is not allowed.
         """
-        if collective == ALL_REDUCE_SPARSE.name:
-            if str(device) != "cpu":
-                raise InvalidUsage(
-                    f"explain: {collective} on device {device!r}; allowed is CPU memory"
-                )
+        if self._is_sparse(collective, device):
             rows = self.explain_sparse(nbytes, dtype, density=density, block=block)
             found: list[Candidate] = [*rows]
             return found

@@ -158,6 +158,15 @@ class SparseCollectives(Dispatcher):
         """
         return self._sparse().explain(nbytes, dtype, density, block, in_window)
 
+    @staticmethod
+    def _is_sparse(collective: Any, device: Any) -> bool:
+        """Return True for the sparse sum, which ``explain_sparse`` explains on CPU memory."""
+        if collective != ALL_REDUCE_SPARSE.name:
+            return False
+        if str(device) != "cpu":
+            raise InvalidUsage(f"explain: {collective} on device {device!r}; allowed is CPU memory")
+        return True
+
     def _sparse(self) -> SparseReducer:
         if self._sparse_reducer is None:
             self._sparse_reducer = SparseReducer(self._core)

@@ -15,28 +15,25 @@ and no device has written it.
 from __future__ import annotations
 
 import ctypes
-import ipaddress
 import itertools
-import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from miraccl import params
 from miraccl.bootstrap.hub import HubServer, create_hub
-from miraccl.bootstrap.interfaces import is_loopback
 from miraccl.bootstrap.join import connect
-from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.errors import InvalidUsage
 from miraccl.native import nccl_collnet_abi, nccl_net_abi
 from miraccl.native.nccl_collnet_abi import DataType, Part
 from miraccl.native.nccl_collnet_abi import RedOp as NcclOp
 from miraccl.native.nccl_net_abi import HANDLE_BYTES, PTR_HOST
 from miraccl.nccl_plugin.callbacks import store_word
+from miraccl.nccl_plugin.collnet_handle import decode_handle, encode_handle
 from miraccl.runtime.options import Options
 from miraccl.runtime.rendezvous import start_deadline
 from miraccl.runtime.setup_phases import SetupPhases
@@ -44,12 +41,10 @@ from miraccl.runtime.work import Work
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.transport.fifo import memory_at
 from miraccl.types import DType, RedOp
-from miraccl.wire.auth import SECRET_BYTES
 
-_MAGIC = b"MIRASW01"
-_HEAD = struct.Struct(f"<8s{SECRET_BYTES}sHB")
-_ADDRESS_BYTES = 16
-_MOST_ADDRESSES = (HANDLE_BYTES - _HEAD.size) // _ADDRESS_BYTES
+if TYPE_CHECKING:
+    from miraccl.bootstrap.unique_id import UniqueId
+
 DEVICE_NAME = b"miraccl-switch"
 SPEED_MBPS, MAX_COMMUNICATORS, MAX_COLL_BYTES = 10_000, 1 << 10, 1 << 40
 _OPERATORS = {
@@ -65,32 +60,6 @@ Bytes = NDArray[np.uint8]
 def element_type(code: int) -> DType | None:
     """Return the type of an ``ncclDataType_t``, None for one that is unknown."""
     return DType[DataType(code).name] if code in set(DataType) else None
-
-
-def encode_handle(ident: UniqueId) -> bytes:
-    """Return 128 bytes from which the other ranks find a rendezvous."""
-    hosts = [host for host, _ in ident.addresses]
-    remote = [host for host in hosts if not is_loopback(host)] or hosts
-    numeric = [ipaddress.ip_address(host) for host in remote[:_MOST_ADDRESSES]]
-    head = _HEAD.pack(_MAGIC, ident.secret, ident.addresses[0][1], len(numeric))
-    packed = b"".join(
-        (ipaddress.IPv6Address(b"\0" * 10 + b"\xff\xff" + a.packed) if a.version == 4 else a).packed
-        for a in numeric
-    )
-    return (head + packed).ljust(HANDLE_BYTES, b"\0")
-
-
-def decode_handle(data: bytes) -> UniqueId:
-    """Return the unique id of a handle. Raises ``InvalidUsage`` for other bytes."""
-    magic, secret, port, count = _HEAD.unpack_from(data)
-    if magic != _MAGIC or not 0 < count <= _MOST_ADDRESSES or not port:
-        raise InvalidUsage("cannot connect: the handle of rank 0 is not one of this plugin")
-    hosts = []
-    for number in range(count):
-        start = _HEAD.size + number * _ADDRESS_BYTES
-        address = ipaddress.IPv6Address(data[start : start + _ADDRESS_BYTES])
-        hosts.append(str(address.ipv4_mapped or address))
-    return UniqueId(addresses=tuple((host, port) for host in hosts), secret=secret)
 
 
 @dataclass(kw_only=True)

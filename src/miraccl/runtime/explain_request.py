@@ -1,4 +1,4 @@
-"""Arguments of ``explain``, for real and virtual communicators."""
+"""Requests of ``explain`` on CPU memory, for real and virtual communicators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import numpy as np
 from miraccl.errors import InvalidUsage, did_you_mean
 from miraccl.ops.arguments import data_type
 from miraccl.ops.array_errors import MAX_BYTES
+from miraccl.ops.spec import ALL_REDUCE_SPARSE
 from miraccl.planning.cost_model import default_block_bytes
+from miraccl.planning.planner import Candidate, Planner
+from miraccl.planning.sparse_planner import SparseModel
 from miraccl.types import Collective, DType
 
 
@@ -32,3 +35,27 @@ def parse_explain_request(
         raise InvalidUsage(f"explain: nbytes is {nbytes!r}; allowed are 0 to {MAX_BYTES} bytes")
     kind = Collective[name]
     return kind, default_block_bytes(kind, int(nbytes), nranks), data_type(dtype)
+
+
+def explain_planned(
+    planner: Planner,
+    nranks: int,
+    collective: str | Collective,
+    nbytes: int,
+    dtype: Any,
+    *,
+    density: float,
+    block: int,
+) -> list[Candidate]:
+    """Return the candidates of a planner, those of rows for ``all_reduce_sparse``.
+
+    Raises:
+        InvalidUsage: An argument is not allowed.
+    """
+    if collective == ALL_REDUCE_SPARSE.name:
+        element = data_type(dtype)
+        row = block * element.itemsize
+        model = SparseModel(planner)
+        return [*model.explain(int(nbytes), element, density, row, in_window=False)]
+    kind, block_bytes, element = parse_explain_request(collective, nbytes, dtype, nranks)
+    return planner.candidates(kind, block_bytes, element)

@@ -17,9 +17,7 @@ from miraccl.ops.arguments import data_type, reject_stream
 from miraccl.ops.device_arrays import is_gpu_array
 from miraccl.ops.host_arrays import HostReader
 from miraccl.ops.prepare import PreparedOp, prepare
-from miraccl.ops.spec import ALL_REDUCE_SPARSE
-from miraccl.planning.sparse_planner import SparseModel
-from miraccl.runtime.explain_request import parse_explain_request
+from miraccl.runtime.explain_request import explain_planned, parse_explain_request
 from miraccl.runtime.forks import closed_reason
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.sim.collective import VirtualCollective
@@ -268,13 +266,15 @@ class VirtualCommunicator(Communicator):
         """
         if str(device) != "cpu":
             self._gpu_by_name(device, "explain")
-        if collective == ALL_REDUCE_SPARSE.name:
-            element = data_type(dtype)
-            model = SparseModel(self._virtual.planner)
-            row = block * element.itemsize
-            return [*model.explain(int(nbytes), element, density, row, in_window=False)]
-        kind, block_bytes, element = self._virtual.parse_explain_request(collective, nbytes, dtype)
-        return self._virtual.planner.candidates(kind, block_bytes, element)
+        return explain_planned(
+            self._virtual.planner,
+            self.nranks,
+            collective,
+            nbytes,
+            dtype,
+            density=density,
+            block=block,
+        )
 
     def summary(self) -> str:
         """Describe the place of this rank."""
