@@ -99,13 +99,6 @@ BENCHMARKS = (
         text="Buffers from `comm.empty`.",
     ),
     Benchmark(
-        folder="cpu_versions",
-        title="Versions on CPUs",
-        script="bench/cpu_versions.py",
-        text="An earlier version and this one in turns: calls, PyTorch, start-up, collectives.",
-        show="intro",
-    ),
-    Benchmark(
         folder="uneven_counts",
         title="Uneven collectives",
         script="bench/uneven_counts.py",
