@@ -6,7 +6,7 @@ import pytest
 
 from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.errors import InvalidUsage
-from miraccl.nccl_plugin import collnet_switch
+from miraccl.nccl_plugin import collnet_handle, collnet_switch
 from tests.nccl_plugin import collnet_ranks
 from tests.runtime.test_switch import environ, switch
 from tests.support.ranks import run_ranks
@@ -25,13 +25,13 @@ def test_collectives() -> None:
 def test_handles() -> None:
     hosts = [("127.0.0.1", 80), ("10.0.0.9", 80), ("fe80::1", 80), *[("10.1.1.1", 80)] * 8]
     ident = UniqueId(addresses=tuple(hosts), secret=bytes(range(32)), host="x")
-    found = collnet_switch.decode_handle(collnet_switch.encode_handle(ident))
+    found = collnet_handle.decode_handle(collnet_handle.encode_handle(ident))
     assert found.secret == ident.secret
     assert found.addresses[:2] == (("10.0.0.9", 80), ("fe80::1", 80))
     alone = UniqueId(addresses=(("127.0.0.1", 9),), secret=bytes(32))
-    assert collnet_switch.decode_handle(collnet_switch.encode_handle(alone)) == alone
+    assert collnet_handle.decode_handle(collnet_handle.encode_handle(alone)) == alone
     with pytest.raises(InvalidUsage, match="not one of this plugin"):
-        collnet_switch.decode_handle(bytes(128))
+        collnet_handle.decode_handle(bytes(128))
 
 
 def test_windows_cut_blocks() -> None:
