@@ -34,7 +34,8 @@ def compiled(nodes: int, ranks_per_node: int, **options: Any) -> World:
             8,
             8,
             marks=pytest.mark.skipif(
-                not os.environ.get("TEST_SLOW"), reason="64 ranks twice take 33 s of processor time: TEST_SLOW=1"
+                not os.environ.get("TEST_SLOW"),
+                reason="64 ranks twice take 33 s of processor time: TEST_SLOW=1",
             ),
         ),
     ],
