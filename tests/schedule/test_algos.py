@@ -16,6 +16,7 @@ from miraccl.schedule.layout import in_place_forms
 from miraccl.schedule.reduction import reference
 from miraccl.types import Collective, RedOp
 from tests.schedule.helpers import BUILTIN, make_inputs, schedules
+from tests.schedule.test_verify_builtin import DEEPER, SHALLOW
 
 
 def agree(got, want):
@@ -38,7 +39,7 @@ def test_computes_its_collective(name, collective, in_place):
     for number, schedule in enumerate(schedules(name, collective, range(1, 10))):
         count = (0, 1, 13, 40)[number % 4] if collective is not Collective.BARRIER else 0
         inputs = make_inputs(schedule, count)
-        got = interpret(schedule, inputs, in_place=in_place, fifo_depth=2)
+        got = interpret(schedule, inputs, in_place=in_place, fifo_depth=DEEPER.get(name, SHALLOW))
         agree(got, expected_outputs(collective, inputs, root=schedule.root))
 
 

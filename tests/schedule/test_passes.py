@@ -24,6 +24,7 @@ from miraccl.schedule.steps import (
 from miraccl.schedule.verify import verify
 from miraccl.types import Collective
 from tests.schedule.helpers import BUILTIN, hand_made, make_inputs, schedules
+from tests.schedule.test_verify_builtin import DEEPER, SHALLOW
 
 C = Collective
 SPLITTABLE = [
@@ -51,7 +52,7 @@ def test_split_channels(name, collective):
         split = passes.split_channels(schedule, 3)
         assert split.nchannels == 3 * schedule.nchannels
         assert split.parts == 3 * schedule.parts
-        check(split, fifo_depth=2)
+        check(split, fifo_depth=DEEPER.get(name, SHALLOW))
         assert compute_cost(split).wire_blocks == compute_cost(schedule).wire_blocks
         assert compute_cost(split).latency_steps == compute_cost(schedule).latency_steps
     assert passes.split_channels(schedule, 1) is schedule
@@ -64,6 +65,18 @@ def test_pipeline(name, collective):
         assert deeper.nchannels == schedule.nchannels
         check(deeper)
         assert compute_cost(deeper).wire_blocks == compute_cost(schedule).wire_blocks
+
+
+@pytest.mark.parametrize("name", ["ring", "distance_doubling", "recursive_doubling"])
+def test_stagger(name):
+    """Slices overlap: fewer latencies in sequence than one after the other."""
+    for schedule in schedules(name, C.ALL_REDUCE, (1, 2, 4)):
+        staggered = passes.stagger(schedule, 4)
+        check(staggered, fifo_depth=4)
+        before, after = compute_cost(schedule), compute_cost(staggered)
+        assert after.wire_blocks == before.wire_blocks
+        assert after.messages == 4 * before.messages
+        assert after.latency_steps <= max(4 * before.latency_steps * 3 // 4, 5)
 
 
 def test_messages_across_blocks_must_be_split_first():
@@ -156,6 +169,7 @@ def test_arguments():
     for wrong in (
         lambda: passes.split_channels(ring, 0),
         lambda: passes.pipeline(ring, 0),
+        lambda: passes.stagger(ring, 0),
         lambda: passes.interleave([]),
         lambda: passes.interleave([ring, catalog.build("ring", C.ALL_REDUCE, 4)]),
         lambda: passes.relabel(ring, [0, 1, 1]),

@@ -14,8 +14,10 @@ from miraccl.schedule.verify import is_direct_safe, verify
 from miraccl.types import Collective
 from tests.schedule.helpers import ALL_TO_ALL, BUILTIN, schedules
 
-#: every built-in schedule runs on FIFOs of two messages; the executors have more
+#: every built-in schedule runs on FIFOs of two messages, but for some made for networks; the
+#: executors have more
 SHALLOW = 2
+DEEPER = {"staggered_ring": 3}
 
 
 @pytest.mark.parametrize(("name", "collective"), BUILTIN)
@@ -27,8 +29,9 @@ def test_correct_for_1_to_33_ranks(name, collective):
             direct = catalog.supports_direct(
                 name, collective, schedule.nranks, schedule.root, in_place=in_place
             )
+            depth = DEEPER.get(name, SHALLOW)
             verify(
-                schedule, in_place=in_place, fifo_depth=SHALLOW, direct=direct, rank_ordered=ordered
+                schedule, in_place=in_place, fifo_depth=depth, direct=direct, rank_ordered=ordered
             )
 
 

@@ -3,7 +3,8 @@
 A rank has one thread, so a program costs the sum of its steps: bytes copied and reduced at the
 bandwidth for a working set of that size, plus a fixed cost per step. Messages in sequence add the
 latency between cores. If ranks share cores, work is stretched by the ranks per core, and each wait
-costs a context switch instead of a cache line transfer.
+costs a context switch instead of a cache line transfer. Between hosts, each round adds the latency
+of its messages in sequence, and the ranks of a host share its network.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class CpuConstants:
         switch_us: Latency of a message between ranks on one core.
         step_us: Fixed cost of a step.
         network_latency_us: Latency of a message between hosts.
-        network: Network bandwidth in bytes per microsecond.
+        network_message_us: Processor time of one end of such a message.
+        network: Bandwidth of a host's network in bytes per microsecond.
     """
 
     sizes: tuple[int, ...] = (16 << 10, 256 << 10, 1 << 20, 4 << 20, 64 << 20)
@@ -50,6 +52,7 @@ class CpuConstants:
     switch_us: float = 3.0
     step_us: float = 0.012
     network_latency_us: float = 60.0
+    network_message_us: float = 5.0
     network: float = 3000.0
 
     def to_json(self) -> str:
@@ -146,7 +149,9 @@ def predict_us(
     ]
     total = sum(works) * schedule.nranks / len(works)
     cores = schedule.nranks / max(1.0, shape.ranks_per_core)
-    return max(max(works), total / cores) + _latency_us(latency_steps, rounds, shape, constants)
+    network = _host_bytes(schedule, ranks, chunk, shape) / constants.network
+    latency = _latency_us(latency_steps, rounds, shape, constants)
+    return max(max(works), total / cores) + network + latency
 
 
 def _latency_us(
@@ -154,12 +159,31 @@ def _latency_us(
 ) -> float:
     """Return the time of the messages in sequence."""
     if shape.hosts and len(set(shape.hosts)) > 1:
-        return latency_steps * constants.network_latency_us
+        return latency_steps * rounds * constants.network_latency_us
     # Rounds are pipelined if every rank has a core. If ranks share cores, a waiting rank yields to
     # another one every few messages.
     if shape.ranks_per_core > 1:
         return latency_steps * constants.switch_us * (1 + rounds / 4)
     return latency_steps * constants.latency_us
+
+
+def _host_bytes(
+    schedule: Schedule, ranks: Sequence[int], chunk: int, shape: CommunicatorShape
+) -> int:
+    """Return the bytes that the busiest host sends to others; ``ranks`` represent all."""
+    if not shape.hosts:
+        return 0
+    sent: dict[int, int] = {}
+    for channel in schedule.channels:
+        for rank in ranks:
+            for step in channel[rank]:
+                if step.op.sends and shape.remote(rank, step.send_peer):
+                    host = shape.hosts[rank]
+                    sent[host] = sent.get(host, 0) + step.chunks * chunk
+    most = max(sent.values(), default=0)
+    if len(ranks) == schedule.nranks:
+        return most
+    return most * schedule.nranks // len(set(shape.hosts))
 
 
 def _work_us(
@@ -176,7 +200,7 @@ def _work_us(
     cached = 1 / constants.at(constants.copy, min(256 << 10, 2.0 * chunk))
     extra = max(0.0, 1 / constants.at(constants.copy, 2.0 * block_bytes * blocks) - cached)
     folding = max(0.0, 1 / constants.at(constants.fold, 2.0 * chunk) - cached)
-    slots = users = copies = reduced = sent_remote = steps = 0
+    slots = users = copies = reduced = remote = steps = 0
     before = None
     for channel in schedule.channels:
         for step in channel[rank]:
@@ -192,10 +216,11 @@ def _work_us(
                 copies += nbytes
             if step.op.reduces:
                 reduced += additions * nbytes
-            if step.op.sends and shape.remote(rank, step.send_peer):
-                sent_remote += nbytes
+            peers = (step.send_peer, step.recv_peer, *step.peers)
+            remote += sum(shape.remote(rank, peer) for peer in peers)
     time = (slots + copies) * cached + users * extra + reduced * folding
-    return time + sent_remote / constants.network + steps * rounds * constants.step_us
+    time += remote * rounds * constants.network_message_us
+    return time + steps * rounds * constants.step_us
 
 
 def default_block_bytes(collective: Collective, nbytes: int, nranks: int) -> int:

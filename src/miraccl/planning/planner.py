@@ -311,6 +311,8 @@ class Planner:
                     if self._is_window_candidate(algorithm, collective, requested)
                     else ("needs memory that peers can address; request it by name")
                 )
+        if algorithm.network and not self.shape.hosts and algorithm.name != requested:
+            return "made for ranks on several hosts"
         if self.overrides.deterministic and collective.reduces and not algorithm.rank_ordered:
             return "does not reduce in rank order (deterministic)"
         if requested and algorithm.name != requested:

@@ -28,7 +28,14 @@ from miraccl.types import Collective
 T = TypeVar("T")
 Build = Callable[[Collective, int, int], Schedule]
 #: built-in algorithms whose cost depends on the ranks that are neighbours
-TOPOLOGY_ORDERED = ("ring", "chain", "double_binary_tree")
+TOPOLOGY_ORDERED = (
+    "ring",
+    "chain",
+    "double_binary_tree",
+    "distance_doubling",
+    "staggered_ring",
+    "staggered_distance_doubling",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +58,7 @@ class Algorithm:
     - ``root``: the only supported root, None for any.
     - ``latency``, ``wire``: closed forms of ``cost.Cost.latency_steps`` and
       ``cost.Cost.wire_blocks`` for (collective, nranks).
+    - ``network``: made for ranks on several hosts; not chosen by itself for those of one.
     - ``builtin``: defined in ``schedule.algos``.
     """
 
@@ -68,6 +76,7 @@ class Algorithm:
     root: int | None = None
     latency: Callable[[Collective, int], int] | None = None
     wire: Callable[[Collective, int], Fraction] | None = None
+    network: bool = False
     builtin: bool = False
 
     def supports(self, collective: Collective, nranks: int, root: int | None = None) -> bool:
@@ -179,6 +188,7 @@ def register(
     root: int | None = None,
     latency: Callable[[Collective, int], int] | None = None,
     wire: Callable[[Collective, int], Fraction] | None = None,
+    network: bool = False,
 ) -> Callable[[Build], Build]:
     """Return a decorator that registers a build function as an algorithm.
 
@@ -214,6 +224,7 @@ def register(
                 root=root,
                 latency=latency,
                 wire=wire,
+                network=network,
                 builtin=builtin,
             ),
         )

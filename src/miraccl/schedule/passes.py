@@ -83,6 +83,40 @@ def pipeline(schedule: Schedule, depth: int) -> Schedule:
     return replace(_map_steps(schedule, stages), parts=parts, scratch_chunks=scratch)
 
 
+def stagger(schedule: Schedule, depth: int) -> Schedule:
+    """Cut every chunk into ``depth`` slices that run one after the other and overlap.
+
+    A slice starts when the one before is half through: while a rank processes a message, the other
+    slice's is on its way. For schedules in which every message of a FIFO is sent and received after
+    the same number of receives, but for a constant, so that both ends reorder alike. Raise
+    ``InvalidUsage`` if a message spans blocks.
+    """
+    if depth < 1:
+        raise InvalidUsage(f"cannot stagger {depth} slices: at least 1 is required")
+    parts = schedule.parts * depth
+    moves = [_map_to_part_offset(schedule, parts, stage * schedule.parts) for stage in range(depth)]
+
+    def staggered(steps: Sequence[Step]) -> tuple[Step, ...]:
+        # stages: the steps from one receive up to the next one
+        stages: list[list[Step]] = [[]]
+        for step in steps:
+            if step.recv_peer is not None:
+                stages.append([])
+            stages[-1].append(step)
+        interval = max(1, len(stages) // 2)
+        return tuple(
+            _map_refs(step, moves[slice_])
+            for turn in range(interval * (depth - 1) + len(stages))
+            for slice_ in range(depth)
+            if 0 <= turn - interval * slice_ < len(stages)
+            for step in stages[turn - interval * slice_]
+        )
+
+    channels = tuple(tuple(map(staggered, ranks)) for ranks in schedule.channels)
+    scratch = -(-schedule.scratch_chunks // schedule.parts) * parts
+    return replace(schedule, channels=channels, parts=parts, scratch_chunks=scratch)
+
+
 def split_messages(schedule: Schedule) -> Schedule:
     """Split steps of several chunks into steps of one chunk; the bytes stay the same."""
 
