@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from miraccl.proxy.kernels import link_layout as layout
 from miraccl.proxy.kernels.progress_engine import DRIVE_HAND_OVER, DRIVE_POLL, DRIVE_POSTED
 from miraccl.proxy.stream_engine import ProgressEngine
 from miraccl.transport.ends import RecvEnd, SendEnd
-from miraccl.transport.fifo import native_atomics
+from miraccl.transport.fifo import PrivateMemory, native_atomics
+from miraccl.wire.stream import MIN_SEGMENT_BYTES
 from tests.transport.conformance import WAIT_S, World
 from tests.transport.socket_world import build_world
 
@@ -50,6 +53,12 @@ class Rank:
         return data
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = clock.monotonic() + WAIT_S
+    while not condition():
+        assert clock.monotonic() < deadline, "nothing comes"
+
+
 @pytest.fixture
 def ranks():
     world = build_world(2)
@@ -79,6 +88,23 @@ def test_the_thread_takes_over_from_an_executor_that_stops(ranks):
             for rank in ranks:
                 rank.drive(DRIVE_HAND_OVER)
         assert ranks[1].receive(drives=False) == bytes([turn])
+
+
+def test_the_thread_goes_on_with_a_message_that_an_executor_has_begun(ranks):
+    """The executor drives once, which moves a bounded number of bytes, and never comes back."""
+    nbytes = 3 << 20  # the kernel takes all of it, so that no event follows
+    memory = PrivateMemory(nbytes), PrivateMemory(nbytes)
+    link, asleep = ranks[0].engine._peers[1].memory, ranks[0].engine.asleep
+    link.store(layout.LINK_RAILS, 2)
+    link.store(layout.LINK_QUEUE_BYTES, MIN_SEGMENT_BYTES)
+    credits = layout.LINK_OUT + layout.OUT_GRANT_FOR
+    ranks[1].recv.clear_to_send(memory[1].address, nbytes)
+    ranks[1].drive(DRIVE_POSTED)
+    wait_for(lambda: link.word(credits) == 1 and native_atomics().load_acquire(asleep) == 1)
+    ranks[0].send.end = replace(ranks[0].send.end, doorbell=-1)  # it drives instead
+    ranks[0].send.post_address(memory[0].address, nbytes)
+    ranks[0].drive(DRIVE_POSTED)
+    wait_for(lambda: ranks[1].recv.peek() is not None)
 
 
 def test_links_belong_to_one_thread_at_a_time(ranks):

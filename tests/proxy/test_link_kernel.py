@@ -135,7 +135,9 @@ def compare(config: rec.LinkConfig, events: Sequence[rec.Event]) -> None:
         assert compiled.handle(event) == wanted, f"event {number}: {event}"
 
 
-def config_of(nstreams: int, *, spread: bool = False, policy: int = SHARES) -> rec.LinkConfig:
+def config_of(
+    nstreams: int, *, spread: bool = False, policy: int = SHARES, rails: int = 1
+) -> rec.LinkConfig:
     return rec.LinkConfig(
         nstreams=nstreams,
         send_slot_bytes=SLOT_BYTES,
@@ -143,6 +145,7 @@ def config_of(nstreams: int, *, spread: bool = False, policy: int = SHARES) -> r
         segment_bytes=1 << 17,
         spread=spread,
         policy=policy,
+        rails=rails,
     )
 
 
@@ -150,7 +153,8 @@ def config_of(nstreams: int, *, spread: bool = False, policy: int = SHARES) -> r
 def test_random_traffic_gives_the_same_instructions(seed: int) -> None:
     draw = random.Random(seed)
     policy = (SHARES, SPLIT, ROTATE, PIECES)[seed % 4]
-    config = config_of(draw.choice((1, 2, 5)), spread=seed % 3 == 1, policy=policy)
+    rails = 1 + seed // 4 % 2
+    config = config_of(draw.choice((1, 2, 5)), spread=seed % 3 == 1, policy=policy, rails=rails)
     sizes = [
         [
             draw.choice((0, 1, 32, 33, 5000, 65536, 65537, 131072, 400_000))

@@ -4,6 +4,8 @@ no peer of ours would send.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from miraccl.errors import CommunicatorAborted, MiracclError, PeerDied, Protocol
 from miraccl.wire import proxy_records as rec
 from miraccl.wire.proxy import ProxyLink, replay
 from miraccl.wire.proxy_check import validate_state
+from miraccl.wire.proxy_sender import RAIL_SEGMENTS
 from miraccl.wire.proxy_states import (
     LINK_TABLE,
     RECV_TABLE,
@@ -206,6 +209,19 @@ def test_stream_that_is_stuck_does_not_hold_the_message_back():
     assert (
         sum(f.length for f in pieces if f.stream == 1) <= CONFIG.queue_bytes + CONFIG.segment_bytes
     )
+
+
+@pytest.mark.parametrize("nbytes", [32 * MIN_SEGMENT_BYTES, 300 * MIN_SEGMENT_BYTES - 5])
+def test_segments_are_small_where_streams_use_several_networks(nbytes):
+    """No network has much to do when the others are done, and the receiver's ranges suffice."""
+    config = replace(CONFIG, rails=2, segment_bytes=1 << 22)
+    world = World(config, ([nbytes], []), ({}, {0: nbytes}))
+    world.want(1, 0)
+    world.run()
+    lengths = [f.length for f in world.frames(0, FrameType.DATA)]
+    assert sum(lengths) == nbytes
+    assert len(lengths) == min(32, RAIL_SEGMENTS) if nbytes < 1 << 23 else RAIL_SEGMENTS
+    assert max(lengths) <= -(-nbytes // len(lengths) // 4096) * 4096
 
 
 def test_sender_stops_at_the_receivers_slots():

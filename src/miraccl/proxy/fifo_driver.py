@@ -61,6 +61,7 @@ class FifoDriver(abc.ABC):
                 inline_bytes=INLINE_BYTES,
                 segment_bytes=segment_bytes,
                 spread=spread,
+                rails=connection.rails,
             ),
         )
         self.reached = True

@@ -136,6 +136,7 @@ def write_link(address: int, config: LinkConfig) -> None:
         (layout.LINK_PEER_TOTAL, -1),
         (layout.LINK_SPREAD, int(config.spread)),
         (layout.LINK_POLICY, config.policy),
+        (layout.LINK_RAILS, config.rails),
     ):
         memory_at(address + offset, 8)[:] = value.to_bytes(8, "little", signed=True)
     for i in range(config.nstreams):

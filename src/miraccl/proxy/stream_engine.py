@@ -15,15 +15,18 @@ from dataclasses import dataclass, field
 from miraccl import native
 from miraccl.proxy.compiled_thread import CompiledThread
 from miraccl.proxy.kernels import link_layout as layout
+from miraccl.proxy.kernels.link_io import LOW_WATER_BYTES, RAIL_LOW_WATER_BYTES
 from miraccl.proxy.link_memory import LinkMemory
 from miraccl.transport.base import NetConnection, OnLost, Wake
 from miraccl.transport.fifo import Atomics, PrivateMemory
 from miraccl.wire.proxy_records import LinkConfig, Loss, LossKind
-from miraccl.wire.stream import MAX_TEXT_BYTES, Frame, FrameType, encode_frame
+from miraccl.wire.stream import MAX_TEXT_BYTES, MIN_SEGMENT_BYTES, Frame, FrameType, encode_frame
 
 KERNEL = "miraccl.proxy.kernels.progress_engine"
 #: Largest segment of a message, in bytes; the kernel's buffer delays what is queued behind as much.
 SEGMENT_BYTES = 1 << 22
+#: Bytes that a stream queues before the kernel has them; over several networks a segment.
+QUEUE_BYTES = 1 << 18
 _EDGES = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 
 
@@ -171,8 +174,12 @@ class ProgressEngine(CompiledThread[EngineLink]):
             send_slot_bytes=connection.peer_slot_bytes,
             recv_slot_bytes=connection.pair.recv.slot_bytes,
             segment_bytes=self._segment_bytes,
+            queue_bytes=QUEUE_BYTES if connection.rails == 1 else MIN_SEGMENT_BYTES,
+            rails=connection.rails,
         )
         memory = self._link_memory(config, connection)
+        low_water = LOW_WATER_BYTES if connection.rails == 1 else RAIL_LOW_WATER_BYTES
+        memory.store(layout.LINK_LOW_WATER, low_water)
         staging = PrivateMemory(layout.STAGING_BYTES * nstreams)
         index = self._free_entry()
         for i, sock in enumerate(connection.streams):

@@ -250,6 +250,7 @@ class NetConnection:
     Attributes:
         driver: Module of the driver that moves its messages in Python (``proxy.driver``).
         peer_slot_bytes: Size of the peer's receive slots; larger messages wait for a CTS.
+        rails: Networks that the streams use.
     """
 
     driver: ClassVar[str] = "miraccl.proxy.stream_driver"
@@ -257,6 +258,7 @@ class NetConnection:
     streams: Sequence[_socket.socket]
     pair: FifoPair
     peer_slot_bytes: int
+    rails: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

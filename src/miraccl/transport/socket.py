@@ -15,6 +15,7 @@ makes the streams, and the proxy moves the messages. Rules:
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import socket
@@ -50,6 +51,10 @@ from miraccl.wire.stream import MAX_STREAMS, derive_key
 CAPABILITIES = registry.TCP.capabilities
 BACKLOG = 1024
 LINGER_S = 5.0
+TCP_NOTSENT_LOWAT = 25  # include/uapi/linux/tcp.h; the socket module has it from Python 3.12 on
+#: Bytes per stream that the kernel accepts ahead of what it may send, where streams use several
+#: networks: what a slow network has accepted cannot go over another one.
+RAIL_UNSENT_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,8 +274,13 @@ class SocketTransport(Transport):
         self, peer: int, streams: Sequence[ProvenStream], info: ConnectInfo
     ) -> NetConnection:
         pair = proxied_pair(self._proxy, self._slot_bytes, capabilities=CAPABILITIES)
+        socks = [s.sock for s in streams]
+        rails = count_rails(socks)
+        if rails > 1:
+            for sock in socks:
+                sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, RAIL_UNSENT_BYTES)
         return NetConnection(
-            peer=peer, streams=[s.sock for s in streams], pair=pair, peer_slot_bytes=info.slot_bytes
+            peer=peer, streams=socks, pair=pair, peer_slot_bytes=info.slot_bytes, rails=rails
         )
 
     def paths(self) -> list[PathStatus]:
@@ -311,6 +321,15 @@ class SocketTransport(Transport):
     def _check_open(self) -> None:
         if self._closed:
             raise CommunicatorClosed("the TCP transport is closed", rank=self.rank)
+
+
+def count_rails(streams: Sequence[socket.socket]) -> int:
+    """Return the number of networks that connected streams use: their pairs of addresses."""
+    pairs = set()
+    for stream in streams:
+        with contextlib.suppress(OSError):  # the peer has left, which the proxy will see
+            pairs.add((stream.getsockname()[0], stream.getpeername()[0]))
+    return max(1, len(pairs))
 
 
 def open_transport(context: TransportContext) -> SocketTransport:

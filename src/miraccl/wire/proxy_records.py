@@ -28,6 +28,8 @@ class LinkConfig:
             one: on datagrams each stream has one frame in flight.
         policy: Distribution of larger messages: ``SHARES`` gives a share per stream to whichever
             has the least queued; others are those of ``wire.verbs.policy``.
+        rails: Networks that the streams use. With several, segments are as small as they may be, so
+            that a slow network gets fewer bytes and all end together.
     """
 
     nstreams: int
@@ -40,6 +42,7 @@ class LinkConfig:
     queue_frames: int = 32
     spread: bool = False
     policy: int = SHARES
+    rails: int = 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.nstreams <= MAX_STREAMS:

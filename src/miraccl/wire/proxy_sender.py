@@ -29,6 +29,9 @@ from miraccl.wire.verbs.policy import SHARES, piece_bytes, stream_of_piece
 _CONTROL, _CLOSE = -1, -2
 #: Payload bytes that a queued frame counts for in the load of a stream with ``spread``.
 FRAME_COST = 1024
+#: Segments of a message over several networks, if they are not smaller than ``MIN_SEGMENT_BYTES``
+#: then. Bounds the ranges that a receiver keeps (``link_layout.MAX_RANGES``).
+RAIL_SEGMENTS = 128
 
 
 class SendHalf:
@@ -255,9 +258,10 @@ class SendHalf:
 
     def _segment_bytes(self, nbytes: int) -> int:
         """Return an equal share per stream, between the smallest and largest segment, in whole
-        pages.
+        pages; smaller shares over several networks.
         """
-        share = -(-nbytes // self.config.nstreams)
+        shares = self.config.nstreams if self.config.rails == 1 else RAIL_SEGMENTS
+        share = -(-nbytes // shares)
         return min(self.config.segment_bytes, max(MIN_SEGMENT_BYTES, -(-share // 4096) * 4096))
 
     def _send(self, frame: Frame, message: int) -> None:

@@ -48,6 +48,8 @@ ENGINE_CLOCK = ENGINE_LOCK + 56  # struct timespec, of the thread outside the lo
 ENGINE_DRAINED = ENGINE_LOCK + 72  # value read from the doorbell
 #: 1 if there are cores for the thread beside the executors: it moves large messages then.
 ENGINE_OVERLAP = ENGINE_LOCK + 80
+#: 1 if whoever advanced the links last left some stream with more to do.
+ENGINE_UNFINISHED = ENGINE_LOCK + 88
 ENGINE_BYTES = 4096
 
 # ---- link
@@ -78,7 +80,9 @@ LINK_TEXT = 368  # MAX_TEXT_BYTES of a peer's ABORT
 LINK_SPREAD = 608  # small frames go to the least loaded stream
 LINK_FLOW = 616  # address of the datagram flow that carries the frames
 LINK_POLICY = 624  # wire.verbs.policy
-LINK_CONTROL = 640  # ring of control frames to send
+LINK_RAILS = 632  # networks that the streams use
+LINK_LOW_WATER = 640  # largest low-water mark of its sockets
+LINK_CONTROL = 648  # ring of control frames to send
 CONTROL_BYTES, NCONTROL = 32, 64
 CONTROL_KIND, CONTROL_MESSAGE, CONTROL_SIGNATURE, CONTROL_NBYTES = 0, 8, 16, 24
 LINK_OUT = LINK_CONTROL + CONTROL_BYTES * NCONTROL

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from miraccl.native.intrinsics import inline, load, memcpy, store, store_release
 from miraccl.proxy.kernels import link_layout as layout
-from miraccl.wire.proxy_sender import FRAME_COST
+from miraccl.wire.proxy_sender import FRAME_COST, RAIL_SEGMENTS
 from miraccl.wire.stream import MAGIC, MAX_MESSAGE_BYTES, MIN_SEGMENT_BYTES, FrameType
 from miraccl.wire.verbs.policy import SHARES, piece_bytes, stream_of_piece
 
@@ -363,10 +363,12 @@ def send_control(link: int, ack: int) -> bool:
 @inline
 def segment_bytes(link: int, nbytes: int) -> int:
     """Share of one stream in a message, in whole pages, between the smallest and largest
-    segment.
+    segment; smaller shares over several networks.
     """
-    nstreams = load(link + layout.LINK_NSTREAMS)
-    share = (nbytes + nstreams - 1) // nstreams
+    shares = load(link + layout.LINK_NSTREAMS)
+    if load(link + layout.LINK_RAILS) > 1:
+        shares = RAIL_SEGMENTS
+    share = (nbytes + shares - 1) // shares
     share = (share + 4095) // 4096 * 4096
     return min(load(link + layout.LINK_SEGMENT_BYTES), max(MIN_SEGMENT_BYTES, share))
 

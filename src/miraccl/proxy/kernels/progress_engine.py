@@ -175,15 +175,16 @@ def needs_python(engine: int) -> bool:
 @inline
 def advance_links(engine: int) -> bool:
     """Advance all links once; return True if something moved."""
-    busy = False
+    found, unfinished = False, False
     for i in range(load(engine + layout.ENGINE_NLINKS)):
         link = link_at(engine, i)
         if link != 0 and alive(link):
             if scan(link):
-                busy = True
+                found = True
             if advance_streams(engine, link):
-                busy = True
-    return busy
+                unfinished = True
+    store(engine + layout.ENGINE_UNFINISHED, 1 if unfinished else 0)
+    return found or unfinished
 
 
 @inline
@@ -244,7 +245,8 @@ def sleep(engine: int) -> None:
     asleep = load(engine + layout.ENGINE_ASLEEP)
     acquire(engine)
     exchange(asleep, 1)
-    found = needs_python(engine)
+    # an executor may have advanced the links since, and left, before it could see ``asleep``
+    found = needs_python(engine) or load(engine + layout.ENGINE_UNFINISHED) != 0
     for i in range(load(engine + layout.ENGINE_NLINKS)):
         link = link_at(engine, i)
         if link != 0 and scan(link):
@@ -315,11 +317,17 @@ def drive(engine: int, mode: int, unused: int, unused2: int) -> int:
     if mode == DRIVE_POLL:
         poll_now(engine)
     advance_links(engine)
+    unfinished = load(engine + layout.ENGINE_UNFINISHED) != 0
     store(engine + layout.ENGINE_DIRTY, 0)  # the executor is awake
     calls_python = needs_python(engine)
     release(engine)
-    if calls_python and load_acquire(load(engine + layout.ENGINE_ASLEEP)) != 0:
-        ring(engine)
+    if calls_python or unfinished:
+        # A round is bounded, and this executor may not come back: the thread goes on if it sleeps
+        # in epoll, for no event of a socket will follow.  A thread that dozes wakes by itself.
+        asleep = load_acquire(load(engine + layout.ENGINE_ASLEEP)) != 0
+        dozing = load_acquire(engine + layout.ENGINE_DOZING) != 0
+        if asleep and (calls_python or not dozing):
+            ring(engine)
     return 1
 
 

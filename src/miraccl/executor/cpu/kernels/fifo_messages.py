@@ -152,15 +152,15 @@ def consume_message(ctx: int, conn: int, swaps: bool) -> None:
 
 
 @inline
-def clear_to_send(ctx: int, conn: int, address: int, nbytes: int) -> None:
-    """Post a CTS: the next message may land at ``address`` (connections with IN_PLACE only)."""
-    line = (
-        load(conn + layout.CONN_CTS)
-        + (load(conn + layout.CONN_COUNT) & (layout.NSLOTS - 1)) * layout.LINE
-    )
+def clear_to_send(ctx: int, conn: int, address: int, nbytes: int, ahead: int) -> None:
+    """Post a CTS: the message ``ahead`` of the next one may land at ``address`` (connections with
+    IN_PLACE only).
+    """
+    message = load(conn + layout.CONN_COUNT) + ahead
+    line = load(conn + layout.CONN_CTS) + (message & (layout.NSLOTS - 1)) * layout.LINE
     store(line + 8, address)
     store(line + 16, nbytes)
-    store_release(line, load(conn + layout.CONN_COUNT) + 1)
+    store_release(line, message + 1)
     wake_peer(ctx, conn)
 
 

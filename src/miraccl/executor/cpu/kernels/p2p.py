@@ -63,6 +63,9 @@ from miraccl.native.intrinsics import (
 from miraccl.types import Collective, DType
 
 SEND_RECV = int(Collective.SEND_RECV)
+#: Segments of one message for which a receiver has posted a CTS: the next one follows its
+#: predecessor without a round trip.
+CTS_AHEAD = 2
 #: 4 bits for each DType: the binary logarithm of its element size
 ITEM_SIZES = sum((dtype.itemsize.bit_length() - 1) << 4 * dtype for dtype in DType)
 
@@ -111,11 +114,29 @@ def send_segment(ctx: int, peer: int, address: int, nbytes: int, sig: int, total
 
 
 @inline
-def post_receive(ctx: int, peer: int, address: int, nbytes: int) -> None:
-    """Let the next message land at ``address`` if the connection can deliver in place."""
+def post_receive(ctx: int, peer: int, address: int, nbytes: int, ahead: int) -> None:
+    """Let the message ``ahead`` of the next one land at ``address`` if the connection can deliver
+    in place.
+    """
     conn = connection(ctx, layout.CTX_RECV, peer)
     if load(conn + layout.CONN_CAPS) & layout.CAP_IN_PLACE != 0 and nbytes > layout.INLINE_BYTES:
-        clear_to_send(ctx, conn, address, nbytes)
+        clear_to_send(ctx, conn, address, nbytes, ahead)
+
+
+@inline
+def post_receives(
+    ctx: int, peer: int, address: int, nbytes: int, posted: int, done: int, segments: int
+) -> int:
+    """Post the CTS of segments of a message of which ``done`` have arrived and ``posted`` have one;
+    return the new ``posted``.
+    """
+    segment, last = segment_bytes(ctx, peer), min(segments, done + CTS_AHEAD)
+    while posted < last:
+        start = posted * segment
+        size = min(segment, nbytes - start)
+        post_receive(ctx, peer, address + start, size, posted - done)
+        posted += 1
+    return posted
 
 
 @inline
@@ -129,16 +150,6 @@ def segment_bytes(ctx: int, peer: int) -> int:
     if load(conn + layout.CONN_CAPS) & layout.CAP_IN_PLACE != 0:
         return layout.NET_SEGMENT_BYTES
     return load(conn + layout.CONN_SLOT_BYTES)
-
-
-@inline
-def recv_segment(ctx: int, peer: int, address: int, nbytes: int, sig: int, total: int) -> int:
-    """Receive one segment of a message that progresses alone."""
-    # A long message flows in one direction for a while; swapping slots does not pay then.
-    post_receive(ctx, peer, address, nbytes)
-    return recv_posted_segment(
-        ctx, peer, address, nbytes, sig, total <= MAX_SWAP_SLOTS * segment_bytes(ctx, peer)
-    )
 
 
 @inline
@@ -171,11 +182,16 @@ def _single_message(
     nbytes = count * item_size(dtype)
     store(ctx + layout.CTX_STREAM, 1 if nbytes >= load(ctx + layout.CTX_STREAM_FROM) else 0)
     segment = segment_bytes(ctx, peer)
-    start = 0
+    segments = max(1, (nbytes + segment - 1) // segment)
+    # A long message flows in one direction for a while; swapping slots does not pay then.
+    may_swap = nbytes <= MAX_SWAP_SLOTS * segment
+    start = done = posted = 0
     while True:
         size = min(segment, nbytes - start)
         if receives:
-            code = recv_segment(ctx, peer, address + start, size, sig, nbytes)
+            posted = post_receives(ctx, peer, address, nbytes, posted, done, segments)
+            code = recv_posted_segment(ctx, peer, address + start, size, sig, may_swap)
+            done += 1
         else:
             code = send_segment(ctx, peer, address + start, size, sig, nbytes)
         if code != layout.OK:
@@ -241,7 +257,8 @@ def op_finished(ctx: int, op: int) -> bool:
 def can_advance(ctx: int, table: int, op: int) -> bool:
     """Return True if the next segment can be posted or received now.
 
-    Posts the CTS of a receive first; its ``OP_MARK`` counts the segments with one.
+    Posts the CTS of a receive and of the next segment first; its ``OP_MARK`` counts the segments
+    with one.
     """
     done = load(op + layout.OP_DONE)
     if done >= load(op + layout.OP_SEGMENTS):
@@ -256,15 +273,12 @@ def can_advance(ctx: int, table: int, op: int) -> bool:
         conn = connection(ctx, layout.CTX_SEND, peer)
         return load_acquire(load(conn + layout.CONN_TAIL_ADDR)) >= required_tail(conn)
     conn = connection(ctx, layout.CTX_RECV, peer)
-    if load(op + layout.OP_MARK) <= done:
-        start = done * segment_bytes(ctx, peer)
-        post_receive(
-            ctx,
-            peer,
-            load(op + layout.OP_ADDR) + start,
-            min(segment_bytes(ctx, peer), load(op + layout.OP_BYTES) - start),
-        )
-        store(op + layout.OP_MARK, done + 1)
+    segments = load(op + layout.OP_SEGMENTS)
+    if load(op + layout.OP_MARK) < min(segments, done + CTS_AHEAD):
+        address, nbytes = load(op + layout.OP_ADDR), load(op + layout.OP_BYTES)
+        posted = load(op + layout.OP_MARK)
+        posted = post_receives(ctx, peer, address, nbytes, posted, done, segments)
+        store(op + layout.OP_MARK, posted)
     return (
         load_acquire(descriptor_line(conn) + layout.DESC_FLAG) >= load(conn + layout.CONN_COUNT) + 1
     )
@@ -305,6 +319,17 @@ def advance_all(ctx: int, table: int, count: int) -> tuple[int, int]:
                 return code, advanced
             advanced += 1
     return layout.OK, advanced
+
+
+@inline
+def post_all_receives(ctx: int, table: int, count: int) -> None:
+    """Post the CTS of all receives that may have one before anything is sent: behind data it would
+    wait until these have left, and the peer's data with it.
+    """
+    for i in range(count):
+        op = table + i * layout.OP_SIZE
+        if load(op + layout.OP_RECEIVES) != 0:
+            can_advance(ctx, table, op)
 
 
 @inline
@@ -432,6 +457,7 @@ def exchange_all(ctx: int, table: int, count: int) -> int:
     for i in range(count):
         total += load(table + i * layout.OP_SIZE + layout.OP_BYTES)
     store(ctx + layout.CTX_STREAM, 1 if total >= load(ctx + layout.CTX_STREAM_FROM) else 0)
+    post_all_receives(ctx, table, count)
     idle, passes = 0, 0
     while True:
         code, advanced = advance_all(ctx, table, count)

@@ -197,7 +197,7 @@ def receive_step(ctx: int, run: int, step: int, op: int, rnd: int) -> int:
     )
     if lands and size > layout.INLINE_BYTES and dst_buf != SCRATCH:
         offset, _ = slice_extent(run, dst_buf, dst, rnd)
-        clear_to_send(ctx, conn, buffer_base(run, dst_buf) + offset, size)
+        clear_to_send(ctx, conn, buffer_base(run, dst_buf) + offset, size, 0)
     code = receive_sized(ctx, run, conn, peer, size)
     if code == layout.OK:
         if op == RECV or op == RECV_COPY_SEND:
