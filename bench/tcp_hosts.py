@@ -1,10 +1,10 @@
-"""Messages and collectives between two hosts over TCP, beside UCX, Open MPI, MPICH and Gloo.
+"""Messages and collectives between two hosts over TCP, beside UCX, MPI libraries and Gloo.
 
 The two hosts are this machine twice: MIRACCL_HOSTID for miraccl, cliques for MPICH, two daemons
-with host names of their own for Open MPI (which needs root, for ``unshare --uts``), processes for
-Gloo, which uses TCP between any two. All libraries are alive at once and take turns within every
-round; they block in a system call in between. A cell is the median over rounds; results are checked
-once per cell.
+with host names of their own for Open MPI (which needs root, for ``unshare --uts``), no shared
+memory for Intel MPI (two ranks only), processes for Gloo, which uses TCP between any two. All
+libraries are alive at once and take turns within every round; they block in a system call in
+between. A cell is the median over rounds; results are checked once per cell.
 
     python bench/tcp_hosts.py --ranks 2 --rounds 5 --peer mpich=mpi:/venvs/mpich/bin/python \
         --peer gloo=gloo:/venvs/torch/bin/python --out tcp_hosts/MACHINE-DATE
@@ -42,7 +42,7 @@ if __name__ == "__main__" and "--worker" not in sys.argv:
 OPS = ("pingpong", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 SIZES = "8,64,512,4096,32768,262144,2097152,16777216,67108864"
 BATCH_S, MOST_CALLS = 0.05, 500
-START_S, CELL_S = 120.0, 120.0
+START_S, CELL_S = 40.0, 120.0
 UCX_LINE = re.compile(r"^Final:\s+\d+\s+([\d.]+)", re.MULTILINE)
 
 
@@ -280,7 +280,10 @@ class Group:
             self._stack.callback(process.terminate)
         self._ranks = []
         for _ in range(nranks):
-            sock, _ = listener.accept()
+            try:
+                sock, _ = listener.accept()
+            except TimeoutError:
+                raise SystemExit(f"{name} does not start: {self._tail()}") from None
             self._stack.callback(sock.close)
             sock.settimeout(CELL_S)
             lines = sock.makefile("r")
@@ -323,10 +326,12 @@ class Group:
             sock.sendall(f"{json.dumps([op, size])}\n".encode())
         lines = [lines.readline() for _, lines in self._ranks]
         if not all(lines):
-            self._output.flush()
-            text = Path(self._output.name).read_text()[-2000:]
-            raise SystemExit(f"{self.name} failed in {op} of {size} bytes: {text}")
+            raise SystemExit(f"{self.name} failed in {op} of {size} bytes: {self._tail()}")
         return max(map(float, lines))
+
+    def _tail(self) -> str:
+        self._output.flush()
+        return Path(self._output.name).read_text()[-2000:]
 
     def close(self) -> None:
         self._stack.close()
@@ -338,12 +343,25 @@ def mpi_command(
     """Return the command that starts MPI ranks on two pretended hosts, and its environment."""
     beside = Path(python).parent / "mpirun"
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun"
-    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout
+    # mpirun of Intel MPI looks for its programs on PATH
+    path = {"PATH": f"{Path(mpirun).parent}:{os.environ['PATH']}"}
+    version = subprocess.run(
+        [mpirun, "--version"], capture_output=True, text=True, env={**os.environ, **path}
+    ).stdout
+    if "Intel" in version:  # without shared memory, so that two ranks are two hosts
+        if nranks > 2:
+            raise SystemExit("cannot run Intel MPI as two hosts with two ranks each on one machine")
+        return [mpirun, "-n", str(nranks), *words], {
+            **path,
+            "I_MPI_FABRICS": "ofi",
+            "FI_PROVIDER": "tcp",
+            "FI_TCP_IFACE": "lo",
+        }
     if "Open MPI" not in version:
         return [mpirun, "-n", str(nranks), *words], {
             "MPIR_CVAR_NUM_CLIQUES": "2",
             "UCX_TLS": "tcp,self" if nranks == 2 else "tcp,self,sysv,posix",
-            "UCX_NET_DEVICES": "lo",
+            "UCX_NET_DEVICES": routed_interface(),
         }
     agent = os.path.join(folder, "agent.sh")
     Path(agent).write_text(
@@ -355,16 +373,27 @@ def mpi_command(
     options = ["--allow-run-as-root", "--oversubscribe", "--host", hosts]
     return [mpirun, *options, "-n", str(nranks), *words], {
         "OMPI_MCA_pml": "ob1",
-        "OMPI_MCA_btl": "tcp,self,vader",
+        "OMPI_MCA_btl": f"tcp,self,{'vader' if 'Open MPI) 4' in version else 'sm'}",
         "OMPI_MCA_btl_tcp_if_include": "lo",
         "OMPI_MCA_oob_tcp_if_include": "lo",
         "OMPI_MCA_plm_rsh_agent": agent,
+        "PRTE_MCA_plm_ssh_agent": agent,  # from Open MPI 5 on
     }
+
+
+def routed_interface() -> str:
+    """Return the name of an interface whose address UCX can use; a host's own traffic to it goes
+    over loopback all the same.
+    """
+    # UCX from 1.18 on rejects the address of lo ("no route to")
+    names = [name for _, name in socket.if_nameindex() if name != "lo"]
+    up = [n for n in names if Path(f"/sys/class/net/{n}/operstate").read_text().strip() == "up"]
+    return up[0] if up else "lo"
 
 
 def ucx_time(size: int, port: int) -> float:
     """Return the one-way time of ``ucx_perftest -t tag_lat`` over TCP in seconds."""
-    environ = {**os.environ, "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+    environ = {**os.environ, "UCX_TLS": "tcp", "UCX_NET_DEVICES": routed_interface()}
     command = ["ucx_perftest", "-p", str(port)]
     server = subprocess.Popen(
         command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
