@@ -521,3 +521,27 @@ def test_setting_is_the_default_of_the_option(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("MIRACCL_DETERMINISTIC", "maybe")
     with pytest.raises(InvalidUsage, match="MIRACCL_DETERMINISTIC"):
         Options.create()
+
+
+def test_schedules_between_hosts() -> None:
+    """Neighbours reduce first, rounds overlap where there are many, and one host has neither."""
+
+    def best(nbytes: int, *hosts: int) -> str:
+        shape = CommunicatorShape(nranks=len(hosts), hosts=hosts, order=tuple(range(len(hosts))))
+        planner = Planner(
+            rank=0,
+            shape=shape,
+            slot_bytes=1 << 20,
+            constants=CpuConstants(),
+            overrides=Overrides(),
+            addressable=False,
+        )
+        return planner.candidates(Collective.ALL_REDUCE, nbytes, DType.FLOAT32)[0].algo
+
+    assert best(8, 0, 1) == "one_shot"
+    assert best(1 << 20, 0, 0, 1, 1) == "distance_doubling"
+    assert best(1 << 26, 0, 0, 1, 1) == "staggered_distance_doubling"
+    assert best(1 << 26, 0, 1) == "staggered_ring"
+    near = chosen(Collective.ALL_REDUCE, 1 << 26)
+    reasons = {row.algo: row.reason for row in near}
+    assert reasons["distance_doubling"] == "made for ranks on several hosts"

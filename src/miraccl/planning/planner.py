@@ -44,7 +44,8 @@ STREAM_FACTOR = 1.75
 TIE_FACTOR = 1.05
 LARGE_BLOCK = 128 << 10
 PREFERENCE = ("one_shot", "two_shot", "ring", "chain", "pairwise", "recursive_doubling")
-PREFERENCE_LARGE = ("ring", *PREFERENCE)  # all_reduce: half of its result bypasses the caches
+# all_reduce: half of the ring's result bypasses the caches; between hosts the first two may run
+PREFERENCE_LARGE = ("staggered_ring", "staggered_distance_doubling", "ring", *PREFERENCE)
 WINDOW_ALGORITHM = "two_shot_put"
 #: Buffers that all ranks divide alike into uneven blocks, so that each knows its peers' offsets.
 KNOWN_LAYOUT = {Collective.ALL_GATHER: Buffer.OUTPUT, Collective.REDUCE_SCATTER: Buffer.INPUT}
