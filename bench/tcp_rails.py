@@ -53,7 +53,10 @@ def worker(path: str) -> None:
                 comm.sendrecv(x, other, y, other)
 
             def one(x: Any = x, y: Any = y) -> None:
-                comm.send(x, 1) if comm.rank == 0 else comm.recv(y, 0)
+                if comm.rank == 0:
+                    comm.send(x, 1)
+                else:
+                    comm.recv(y, 0)
 
             call = both if way == "both ways" else one
             call()
