@@ -1,7 +1,7 @@
 """Kernel source: message collectives (gather, scatter, those with counts), from arguments to
 record.
 
-The messages are those of ``runtime.gpu.collectives.sends_and_receives``, in its order.
+The messages are those of ``runtime.gpu.operations.sends_and_receives``, in its order.
 """
 
 from __future__ import annotations

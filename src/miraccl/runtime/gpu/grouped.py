@@ -112,7 +112,7 @@ class FastPathGroupable(Groupable):
         """Mark the last ``count`` messages of this thread's group as one collective.
 
         Its blocks are separate arrays, where ``gather`` and others have one. Arguments as for
-        ``executor.cuda.moves.op_signature``.
+        ``executor.cuda.message_collectives.op_signature``.
         """
         signature = op_signature(collective, root, counts)
         if not (
