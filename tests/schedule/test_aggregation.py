@@ -9,6 +9,7 @@ import pytest
 
 from miraccl.errors import InvalidUsage, ScheduleError
 from miraccl.schedule.aggregation import (
+    count_slices,
     rail_trees,
     star,
     star_gather,
@@ -58,6 +59,14 @@ def test_reduce_scatter_and_all_gather(nranks: int, aggregators: int) -> None:
     for output in interpret(star_gather(nranks, aggregators, 3), inputs):
         assert output is not None
         assert np.array_equal(output, np.concatenate(inputs))
+
+
+def test_slices_of_a_block() -> None:
+    kib = 1 << 10
+    assert [count_slices(n, 1) for n in (1, 256 * kib, 256 * kib + 1, 1 << 40)] == [1, 1, 2, 128]
+    assert count_slices(16384 * kib, 2) == 32
+    verify(star(3, 2, 128), rank_ordered=True)
+    verify(two_level(4, 2, 128))
 
 
 def test_costs() -> None:

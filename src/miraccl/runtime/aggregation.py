@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from miraccl import clock, trace
 from miraccl.errors import InvalidUsage, MiracclError, PeerDied
@@ -27,7 +26,7 @@ from miraccl.ops.prepare import PreparedOp, prepare
 from miraccl.ops.request import PlanRequest
 from miraccl.ops.spec import ALL_REDUCE, OpSpec
 from miraccl.planning.planner import Candidate
-from miraccl.schedule.aggregation import forms
+from miraccl.schedule.aggregation import count_slices, forms
 from miraccl.schedule.ir import Schedule
 from miraccl.types import Collective, DType, RedOp
 
@@ -44,7 +43,7 @@ COMMAND_WORDS = 5
 #: Bytes of the smaller probe, and the first and last of the larger one, which is the first that
 #: takes ``PROBE_US``: a shaped link sends its first 256 KiB at once, so short probes say little.
 PROBE_BYTES, PROBE_US = (64 << 10, 2 << 20, 32 << 20), 50_000.0
-#: Repetitions, of which the fastest counts.
+#: Turns, of which the fastest counts.
 REPEATS = 2
 #: The aggregators are used if they are predicted to be faster by this factor.
 ADVANTAGE = 1.05
@@ -68,7 +67,7 @@ class Line:
         return self.latency_us + nbytes / self.rate
 
 
-def fit(probes: Sequence[float] | NDArray[np.float64]) -> Line:
+def fit(probes: Sequence[float]) -> Line:
     """Return the line through two measurements: bytes and us of the smaller, then the larger."""
     low, small, high, large = map(float, probes)
     rate = (high - low) / max(large - small, 1e-3)
@@ -88,9 +87,10 @@ class AggregatorRuns:
         self.hosts = count_hosts(core.session.hosts[: self.nranks])
         self._runs: dict[tuple[Collective, int, int, DType, RedOp], Run] = {}
 
-    def forms(self, collective: Collective) -> tuple[Schedule, ...]:
+    def forms(self, collective: Collective, block_bytes: int = 0) -> tuple[Schedule, ...]:
         """Return the schedules of a collective, the same on all members."""
-        return forms(collective, self.nranks, self.aggregators, self.hosts)
+        slices = count_slices(block_bytes, self.aggregators)
+        return forms(collective, self.nranks, self.aggregators, self.hosts, slices)
 
     def run_for(
         self, collective: Collective, form: int, count: int, dtype: DType, op: RedOp
@@ -100,7 +100,7 @@ class AggregatorRuns:
         if key not in self._runs:
             if len(self._runs) >= MAX_RUNS:
                 self._runs.clear()
-            schedule = self.forms(collective)[form]
+            schedule = self.forms(collective, count * dtype.itemsize)[form]
             self._runs[key] = self.core.planner.make_schedule_run(schedule, dtype, op, count)
         return self._runs[key]
 
@@ -162,49 +162,47 @@ class Aggregation:
         The first call measures, collectively.
         """
         if spec.collective not in self._lines:
-            numbers = range(-1, len(self._runs.forms(spec.collective)))
-            times = np.array([self._probe(spec, form) for form in numbers])
-            # The slowest rank counts, so all ranks choose alike.
-            self._maximum(times)
-            self._lines[spec.collective] = [fit(row) for row in times]
+            self._lines[spec.collective] = self._measure(spec)
             _log.info("%s: without aggregators and by form %s", spec.name, self._lines)
         return self._lines[spec.collective]
 
-    def _maximum(self, values: NDArray[np.float64]) -> None:
-        call = prepare(spec.ALL_REDUCE, self._core.reader, (values, None, RedOp.MAX))
-        self._core.run_now(call, self._core.planner.make_run(call.request), "all_reduce")
-
-    def _probe(self, spec: OpSpec, form: int) -> list[float]:
-        """Return (bytes, us) of a small block, and of the first one that takes ``PROBE_US``."""
+    def _measure(self, spec: OpSpec) -> list[Line]:
+        """Time a small and a large block in all ways, in turns; the first turn is not counted."""
         blocks = 1 if spec is ALL_REDUCE else self._core.nranks
-        first, second, last = (nbytes // blocks // 8 * 8 for nbytes in PROBE_BYTES)
-        low = self._time(spec, first, form)
-        while True:
-            high = np.array([self._time(spec, second, form)])
-            self._maximum(high)
-            if high[0] >= PROBE_US or 4 * second > last:
-                return [first, low, second, float(high[0])]
-            second *= 4
+        small, large, last = (nbytes // blocks // 8 * 8 for nbytes in PROBE_BYTES)
+        while self._time(spec, large, -1) < PROBE_US and 4 * large <= last:
+            large *= 4
+        ways = range(-1, len(self._runs.forms(spec.collective)))
+        turns = [
+            [[self._time(spec, nbytes, way) for nbytes in (small, large)] for way in ways]
+            for _ in range(REPEATS + 1)
+        ]
+        best = np.min(turns[1:], axis=0)
+        return [fit((small, low, large, high)) for low, high in best]
 
     def _time(self, spec: OpSpec, nbytes: int, form: int) -> float:
-        """Return the microseconds of the fastest of a few runs with blocks of ``nbytes``."""
-        data, more = (np.zeros(nbytes // 4 * n, np.float32) for n in (1, self._core.nranks))
+        """Return the microseconds of the slowest rank for a block of ``nbytes``, the same on all.
+
+        Args:
+            form: Number of the form; -1 is without aggregators.
+        """
+        data, more = (np.ones(nbytes // 4 * n, np.float32) for n in (1, self._core.nranks))
         arguments: dict[str, tuple[Any, ...]] = {
             "all_reduce": (data, None, RedOp.SUM),
             "reduce_scatter": (more, data, RedOp.SUM),
             "all_gather": (data, more),
         }
         call = prepare(spec, self._core.reader, arguments[spec.name])
-        plan = self._core.planner.make_run(call.request)
-        best = float("inf")
-        for _ in range(REPEATS):
-            start = clock.monotonic()
-            if form >= 0:
-                self._run(call, form, spec.name)
-            else:
-                self._core.run_now(call, plan, spec.name)
-            best = min(best, (clock.monotonic() - start) * 1e6)
-        return best
+        plan = self._core.planner.make_run(call.request)  # not cached: the choice is still open
+        start = clock.monotonic()
+        if form >= 0:
+            self._run(call, form, spec.name)
+        else:
+            self._core.run_now(call, plan, spec.name)
+        took = np.array([(clock.monotonic() - start) * 1e6])
+        worst = prepare(ALL_REDUCE, self._core.reader, (took, None, RedOp.MAX))
+        self._core.run_now(worst, self._core.planner.make_run(worst.request), spec.name)
+        return float(took[0])
 
     def _best_form(self, request: PlanRequest) -> int:
         if (

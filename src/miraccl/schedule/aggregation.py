@@ -29,8 +29,11 @@ from miraccl.schedule.ir import Schedule, Step
 from miraccl.schedule.steps import copy, inp, out, recv, recv_reduce_all, scratch, send
 from miraccl.types import Collective
 
-#: slices of the share of an aggregator, and slices in flight between it and a rank
-SLICES, AHEAD = 16, 4
+#: slices of the share of an aggregator, and slices in flight between it and a rank; a FIFO holds 8
+SLICES, AHEAD, STAR_AHEAD = 16, 4, 6
+#: Bytes of a slice. An aggregator waits for one of each rank before it answers, so that a link is
+#: idle for two of them; smaller ones cost more than that.
+SLICE_BYTES, MAX_SLICES = 256 << 10, 128
 
 
 def _schedule(
@@ -60,6 +63,12 @@ def _check(nranks: int, aggregators: int, slices: int) -> None:
         )
 
 
+def count_slices(block_bytes: int, aggregators: int) -> int:
+    """Return the slices of the share of an aggregator, a power of two."""
+    wanted = -(-block_bytes // (aggregators * SLICE_BYTES))
+    return min(MAX_SLICES, 1 << max(0, wanted - 1).bit_length())
+
+
 def _exchange(parts: int, server: Sequence[int], ahead: int) -> Iterator[Step]:
     """Yield the steps of a rank: part p goes to ``server[p]``, and its sum comes back."""
     for part in range(parts + ahead):
@@ -83,7 +92,7 @@ def star(nranks: int, aggregators: int = 1, slices: int = SLICES) -> Schedule:
                 # Each aggregator starts with another rank.
                 yield send(scratch(part), (rank + number) % nranks)
 
-    programs = [_exchange(parts, server, AHEAD * aggregators) for _ in range(nranks)]
+    programs = [_exchange(parts, server, STAR_AHEAD * aggregators) for _ in range(nranks)]
     programs += [aggregator(number) for number in range(aggregators)]
     return _schedule("star", nranks, programs, parts, parts)
 
@@ -218,7 +227,7 @@ def rail_trees(hosts: int, local: int) -> Schedule:
 
 
 #: form of each collective that any number of aggregators runs
-STARS: dict[Collective, Callable[[int, int], Schedule]] = {
+STARS: dict[Collective, Callable[[int, int, int], Schedule]] = {
     Collective.ALL_REDUCE: star,
     Collective.REDUCE_SCATTER: star_scatter,
     Collective.ALL_GATHER: star_gather,
@@ -226,19 +235,20 @@ STARS: dict[Collective, Callable[[int, int], Schedule]] = {
 
 
 def forms(
-    collective: Collective, nranks: int, aggregators: int, hosts: int = 1
+    collective: Collective, nranks: int, aggregators: int, hosts: int = 1, slices: int = SLICES
 ) -> tuple[Schedule, ...]:
     """Return the schedules of a collective that use all of ``aggregators``, the star first.
 
     Args:
         hosts: Hosts of the ranks, each with the ranks of one range of equal length; 1 if they are
             not.
+        slices: Slices of each aggregator's share.
     """
-    found = [STARS[collective](nranks, aggregators)]
+    found = [STARS[collective](nranks, aggregators, slices)]
     if collective is Collective.ALL_REDUCE:
         group = -(-nranks // max(1, aggregators - 1))
         if group > 1 and -(-nranks // group) == aggregators - 1 > 1:
-            found.append(two_level(nranks, group))
+            found.append(two_level(nranks, group, slices))
         if hosts > 1 and nranks == hosts * aggregators:
             found.append(rail_trees(hosts, aggregators))
     return tuple(found)
