@@ -27,7 +27,7 @@ test-engines: $(ENGINES)/.ready-engines
 # GUEST=qemu takes Debian's kernel as it is, which is slower where the processor cannot run guests.
 GUEST ?= uml
 test-guest: $(VENV)/.ready-test
-	@echo "tests on Soft-RoCE: the first run prepares a guest (uml: 10 to 20 minutes of two cores, qemu: 1), others take about 2 minutes"
+	@echo "tests on Soft-RoCE: the first run prepares a guest (uml: 10 to 20 minutes of two cores, qemu: 1), others take 3 to 10 minutes"
 	@start=`date +%s`; tests/guest/vm/run-in-vm --engine $(GUEST) -t 1800 -l 'rdma 2 2' -e PYTHONPATH=src \
 		-e PYTHONDONTWRITEBYTECODE=1 -- $(PY) -m pytest -q -p no:cacheprovider tests/guest $(TESTS); \
 		code=$$?; echo "took $$((`date +%s` - start)) s"; exit $$code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 import time
@@ -9,6 +10,7 @@ import time
 import pytest
 
 from miraccl.errors import SystemFailure
+from miraccl.runtime.window import WindowAllocator
 from miraccl.sim.verbs_wire import Wire
 from miraccl.transport.fifo import Mode, PrivateMemory, memory_at
 from miraccl.transport.registry import VERBS
@@ -119,6 +121,60 @@ def test_regions_are_registered_once(make):
     assert way.send.post_address(memory.address, 1 << 18)
     way.take()
     assert world.engines[0].counters()["registrations"] == 1
+
+
+class Region:
+    """Window memory of 1 MiB that counts the pages it gives back."""
+
+    def __init__(self):
+        self.private, self.nbytes, self.removed = PrivateMemory(1 << 20), 1 << 20, []
+        self.address = self.private.address
+
+    def memory(self, offset, nbytes):
+        return (ctypes.c_char * nbytes).from_address(self.address + offset)
+
+    def resident_bytes(self, offset, nbytes):
+        return nbytes
+
+    def remove(self, offset, nbytes):
+        self.removed.append((offset, nbytes))
+
+
+def test_payloads_in_a_window_stay_registered_until_they_are_freed(make):
+    world = make()
+    way, target = world.way(0, 1), PrivateMemory(1 << 18)
+    region = Region()
+    window = WindowAllocator(region)
+    world.transports[0].watch_window(window)
+    engine, regions = world.engines[0], world.verbs.wire.regions
+    before = len(regions)
+
+    def send(array):
+        way.recv.clear_to_send(target.address, array.nbytes)
+        assert way.send.post_address(array.ctypes.data, array.nbytes)
+        data, _ = way.take()
+        assert data == array.tobytes()
+        world.wait(lambda: way.send.released == way.send.posted, "memory was not given back")
+
+    first, second = (window.empty((1 << 18,), "u1") for _ in range(2))
+    for value in range(3):
+        first[:] = value
+        send(first)
+        send(second)
+        world.wait(lambda: len(regions) >= before + 1, "nothing was kept")
+    assert engine.counters()["registrations"] <= 3
+    world.wait(lambda: len(regions) == before + 2, "the second payload was not kept")
+    kept = engine.counters()["registrations"]
+    send(first)
+    assert engine.counters()["registrations"] == kept
+    del first
+    world.wait(lambda: region.removed == [(0, 1 << 18)], "the pages were not given back")
+    assert len(regions) == before + 1
+    again = window.empty((1 << 18,), "u1")  # the same block
+    again[:] = 9
+    send(again)
+    send(second)
+    world.wait(lambda: len(regions) == before + 2, "the block was not registered anew")
 
 
 def test_memory_that_cannot_be_registered_is_named(make):

@@ -146,6 +146,8 @@ class ProcessFabric:
         #: Every rank can read and write every other's private memory; the same on all ranks.
         self.addressable = all(len(a["readable"]) == self.nranks - 1 for a in abilities)
         self.window = WindowAllocator(shm.window)
+        for transport in self._transports:
+            transport.watch_window(self.window)
         self.stream_from = self._ranks.cache_share()
         self.context = open_context(
             self._ranks,

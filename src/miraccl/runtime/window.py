@@ -14,6 +14,7 @@ import operator
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,6 +48,9 @@ class WindowAllocator:
         self._returned: collections.deque[tuple[int, int]] = collections.deque()
         self._lock = threading.Lock()
         self.allocated = 0
+        #: Called with (offset, bytes) of a block that is freed, at any point of the program, so it
+        #: must not wait. True: its owner calls ``complete_release`` when no adapter uses the block.
+        self.on_release: Callable[[int, int], bool] = lambda offset, nbytes: False
 
     def empty(self, shape: Any, dtype: Any) -> Any:
         """Return an uninitialised, page-aligned array in window memory (zero on fresh pages)."""
@@ -92,6 +96,11 @@ class WindowAllocator:
 
     def _release(self, offset: int, size: int) -> None:
         """Free a block; called by the garbage collector, at any point."""
+        if not self.on_release(offset, size):
+            self.complete_release(offset, size)
+
+    def complete_release(self, offset: int, size: int) -> None:
+        """Give the pages of a freed block back and let it be allocated again; any thread."""
         # It may run inside ``_allocate`` of the same thread, so it must not wait for the lock: the
         # holder merges the block.
         with contextlib.suppress(OSError):  # the segment frees it at the latest

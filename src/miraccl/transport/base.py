@@ -315,6 +315,30 @@ class DatagramConnection(NetConnection):
     options: DatagramOptions
 
 
+class WindowRange(Protocol):
+    """Memory of a window, mapped as long as the communicator exists."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+class WindowPort(Protocol):
+    """Interface of the allocator of window memory to transports that register it.
+
+    Attributes:
+        on_release: Called with (offset, bytes) of a freed block; True takes it over.
+    """
+
+    on_release: Callable[[int, int], bool]
+
+    @property
+    def region(self) -> WindowRange: ...
+    def complete_release(self, offset: int, size: int) -> None:
+        """Give the pages of a block back; nothing may use them any more."""
+
+
 class ProxyPort(Doorbell, Protocol):
     """Interface of the proxy to network transports."""
 
@@ -435,6 +459,9 @@ class Transport(abc.ABC):
 
     def release(self) -> None:  # noqa: B027 (optional)
         """Free what only ``connect`` of peers needed; called when all ranks have connected."""
+
+    def watch_window(self, window: WindowPort) -> None:  # noqa: B027 (optional)
+        """Learn the allocator of window memory; called once, when all ranks have connected."""
 
     def __enter__(self) -> Transport:
         return self

@@ -28,6 +28,7 @@ from miraccl.transport.base import (
     FifoPair,
     Transport,
     TransportContext,
+    WindowPort,
     proxied_pair,
 )
 from miraccl.transport.fifo import (
@@ -170,6 +171,9 @@ class VerbsPort(Doorbell, Protocol):
 
     def add_region(self, address: int, nbytes: int) -> None:
         """Keep memory registered on all devices until ``remove_region`` or the end."""
+
+    def watch_window(self, window: WindowPort) -> None:
+        """Keep payloads in window memory registered, each until its block is freed."""
 
     def attach(self, connections: Sequence[VerbsConnection]) -> None:
         """Post receives, connect the queue pairs and start to move messages."""
@@ -349,6 +353,10 @@ class VerbsTransport(Transport):
                 )
             )
             conn.edges.append(f"{qp.device.name} to {port.name} of rank {rank} ({found.reason})")
+
+    def watch_window(self, window: WindowPort) -> None:
+        if self._engine is not None and not self._closed:
+            self._engine.watch_window(window)
 
     def _await(self, rank: int, deadline: Deadline) -> None:
         """Wait until a queue pair to a peer works."""

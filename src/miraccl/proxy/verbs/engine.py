@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import select
 from collections.abc import Sequence
+from contextlib import suppress
 
 from miraccl import trace
 from miraccl.native.verbs_abi import VerbsLibrary
@@ -18,7 +19,7 @@ from miraccl.proxy.verbs.engine_devices import EngineDevices
 from miraccl.proxy.verbs.farewell import Farewell
 from miraccl.proxy.verbs.kernels import verbs_layout as layout
 from miraccl.proxy.verbs.recovery import Recovery
-from miraccl.transport.base import OnLost, Wake
+from miraccl.transport.base import OnLost, Wake, WindowPort
 from miraccl.transport.verbs import VerbsConnection
 from miraccl.transport.verbs_device import VerbsDevice
 from miraccl.wire.proxy_records import Loss
@@ -90,6 +91,19 @@ class VerbsEngine(CompiledThread[EngineConnection]):
         """End the registration of a region; its memory may be unmapped afterwards."""
         self._call(lambda: self._devices.remove_region(address))
 
+    def watch_window(self, window: WindowPort) -> None:
+        """Keep payloads in window memory registered, each until its block is freed."""
+        self._call(lambda: self._devices.watch_window(window))
+        window.on_release = self._hold_block
+
+    def _hold_block(self, offset: int, nbytes: int) -> bool:
+        """Take over a block that is freed; called at any point of the program."""
+        if self._stopping or not self._devices.hold_block(offset, nbytes):
+            return False
+        with suppress(OSError):  # the engine is closing, which gives the block back
+            self._request_attention()
+        return True
+
     def attach(self, connections: Sequence[VerbsConnection]) -> None:
         self._call(lambda: self._attach(connections))
 
@@ -113,6 +127,10 @@ class VerbsEngine(CompiledThread[EngineConnection]):
             self._set(layout.ENGINE_ASYNC, 0)
             for number, text in self._devices.lost():
                 self._fail_device(number, text)
+        self._devices.end_released()
+        if address := self._get(layout.ENGINE_WANTED):
+            self._devices.keep_payload(address, self._get(layout.ENGINE_WANTED_BYTES))
+            self._set(layout.ENGINE_WANTED, 0)
         for each in list(self._peers.values()):
             if each.alive:
                 self._recovery.service(each)
@@ -165,5 +183,6 @@ class VerbsEngine(CompiledThread[EngineConnection]):
 
     def _stop(self) -> None:
         self._remove(list(self._peers))
+        self._stopping = True
         self._devices.clear_regions()
         super()._stop()

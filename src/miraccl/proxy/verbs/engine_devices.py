@@ -5,11 +5,15 @@ Everything here runs on the engine's thread.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
+from miraccl.errors import SystemFailure
 from miraccl.native import verbs_abi as abi
 from miraccl.native.verbs_abi import VerbsLibrary
 from miraccl.proxy.verbs.kernels import verbs_layout as layout
+from miraccl.transport.base import WindowPort
 from miraccl.transport.verbs_device import ACCESS_REMOTE, VerbsDevice
 from miraccl.transport.verbs_registrations import Registration, RegistrationCache
 
@@ -28,6 +32,9 @@ class EngineDevices:
             self._register, self._deregister, max_entries=layout.MAX_REGIONS
         )
         self._owned: dict[int, list[Registration]] = {}
+        self._window: WindowPort | None = None
+        self._window_regions: list[Registration] = []
+        self._released: deque[tuple[int, int]] = deque()
 
     def write_functions(self, library: VerbsLibrary) -> None:
         """Write the functions of libibverbs that compiled code calls."""
@@ -78,8 +85,48 @@ class EngineDevices:
             self._regions.invalidate(region.address, region.nbytes)
         self._write_regions()
 
+    def watch_window(self, window: WindowPort) -> None:
+        """Name the memory whose payloads are to stay registered."""
+        self._window = window
+        start = window.region.address
+        self._set(layout.ENGINE_WINDOW_END, start + window.region.nbytes)
+        self._set(layout.ENGINE_WINDOW, start)
+
+    def hold_block(self, offset: int, nbytes: int) -> bool:
+        """Take over a block of the window that is freed, if part of it may be registered.
+
+        The one method for other threads; it may interrupt any other and does not wait.
+        """
+        if not self._window_regions:
+            return False
+        self._released.append((offset, nbytes))
+        return True
+
+    def keep_payload(self, address: int, nbytes: int) -> None:
+        """Keep a payload in the window registered until its block is freed, if there is room."""
+        with suppress(SystemFailure):  # of locked memory, for example: messages report it
+            region = self._regions.acquire(address, nbytes)
+            if region is not None:
+                self._window_regions.append(region)
+                self._write_regions()
+
+    def end_released(self) -> None:
+        """End the registrations of freed blocks, and give the blocks back."""
+        while self._released:
+            offset, nbytes = self._released.popleft()
+            assert self._window is not None
+            address = self._window.region.address + offset
+            for region in [r for r in self._window_regions if r.touches(address, nbytes)]:
+                self._window_regions.remove(region)
+                self._regions.release(region)
+            self._regions.invalidate(address, nbytes)
+            self._write_regions()
+            self._window.complete_release(offset, nbytes)
+
     def clear_regions(self) -> None:
-        """End all registrations."""
+        """End all registrations; blocks are not taken over any more."""
+        self._window_regions.clear()
+        self.end_released()
         self._regions.clear()
         self._write_regions()
 

@@ -88,6 +88,11 @@ def register(conn: int, device: int, address: int, nbytes: int, access: int) -> 
     record = device_of(conn, device)
     pd, access = load(record + layout.DEVICE_PD), access | load(record + layout.DEVICE_ACCESS)
     made = call4(load(engine + layout.FUNCTION_REG_MR), pd, address, nbytes, access)
+    window, end = load(engine + layout.ENGINE_WINDOW), load(engine + layout.ENGINE_WINDOW_END)
+    if window <= address and address + nbytes <= end and load(engine + layout.ENGINE_WANTED) == 0:
+        store(engine + layout.ENGINE_WANTED, address)
+        store(engine + layout.ENGINE_WANTED_BYTES, nbytes)
+        store(conn + layout.CONN_ATTENTION, 1)
     if made != 0:
         store(conn + layout.CONN_REGISTERED, load(conn + layout.CONN_REGISTERED) + 1)
         store(engine + layout.ENGINE_REGISTERED, load(engine + layout.ENGINE_REGISTERED) + 1)
