@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from common import describe_machine
 from tests.support import netlab
 
 from miraccl.proxy.datagram_engine import DatagramEngine
@@ -435,7 +436,8 @@ def rows_incast(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         payload = (1500 - 72) / (1500 + ETHERNET_BYTES)
         ideal = senders * nbytes * 8 / (args.rate * payload)
         for name, spec in (
-            ("udp", {"net": "udp", "options": {"ports": 1}}),
+            ("udp credit", {"net": "udp", "options": {"ports": 1, "admission": "credit"}}),
+            ("udp cts", {"net": "udp", "options": {"ports": 1}}),
             ("tcp cubic", {"net": "tcp", "streams": 1}),
         ):
             found = []
@@ -510,24 +512,26 @@ def main() -> None:
     args = parser.parse_args()
     if reason := netlab.missing():
         parser.error(f"cannot make the network: {reason}")
-    idle = os.times()
-    found = []
+    machine, found, began = describe_machine(), [], time.monotonic()
     for name in args.rows:
         for row in ROWS[name](args):
             found.append(rounded(row))
             print(json.dumps(found[-1]), flush=True)
-    taken = os.times()
-    load = os.getloadavg()[1]  # of the last five minutes
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        settings = {k: v for k, v in vars(args).items() if k not in ("out",)}
-        machine = {"cores": os.cpu_count(), "kernel": os.uname().release, "load": round(load, 1)}
-        busy = taken.elapsed - idle.elapsed
-        document = {"settings": settings, "machine": machine, "seconds": busy, "rows": found}
-        args.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-        lines = [f"# {args.out.parent.name} {args.out.name}", "", f"{machine}", ""]
-        lines += [f"- `{json.dumps(row)}`" for row in found]
-        args.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+            if args.out:
+                write_results(args, machine, time.monotonic() - began, found)
+
+
+def write_results(
+    args: argparse.Namespace, machine: dict[str, Any], seconds: float, rows: list[dict[str, Any]]
+) -> None:
+    """Write what has been measured so far."""
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    settings = {k: v for k, v in vars(args).items() if k != "out"}
+    document = {"settings": settings, "machine": machine, "seconds": round(seconds), "rows": rows}
+    args.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    lines = [f"# {args.out.parent.name} {args.out.name}", "", f"{machine}", ""]
+    lines += [f"- `{json.dumps(row)}`" for row in rows]
+    args.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -383,6 +383,23 @@ UDP_PROTECTION = declare(
     "Protection of UDP packets: mac (authentication), aead (encryption as well) or none.",
     kind="text",
 )
+UDP_ADMISSION = declare(
+    "UDP_ADMISSION",
+    "cts",
+    str.lower,
+    "What a rank lets its peers send over UDP: cts (into free slots and posted receives) or credit "
+    "(also no more than UDP_CREDIT bytes of all peers on their way at a time).",
+    kind="text",
+)
+UDP_CREDIT = declare(
+    "UDP_CREDIT",
+    256 << 10,
+    parse_size,
+    "Bytes that all peers of a rank together may have on their way to each of its network "
+    "interfaces, with UDP_ADMISSION=credit; at most a quarter of the socket buffers.",
+    kind="size",
+    unit="B",
+)
 UDP_MTU = declare(
     "UDP_MTU",
     0,

@@ -17,6 +17,7 @@ from miraccl.proxy.link_memory import write_link
 from miraccl.transport.fifo import FifoMemory, PrivateMemory, memory_at
 from miraccl.wire.datagram import flow_records as rec
 from miraccl.wire.datagram.control import CONTROLLERS
+from miraccl.wire.datagram.credit import UNSOLICITED_BYTES, Grantor
 from miraccl.wire.datagram.flow import DatagramFlow
 from miraccl.wire.datagram.packets import Abort, Ack, Data, Grant, Packet, Probe, encode
 from miraccl.wire.proxy_records import LinkConfig
@@ -158,6 +159,66 @@ def compare(config: rec.FlowConfig, log: list[Any]) -> int:
     return packets
 
 
+def admit_in_steps(network: Network, draw: random.Random) -> None:
+    """Grant more bytes to both sides now and then, beginning at once."""
+    totals = [20_000, 20_000]
+
+    def grant(side: int, now: int) -> None:
+        totals[side] += draw.choice((0, 3000, 20_000))
+        network.sides[side].flow.grant(totals[side])
+
+    for side in (0, 1):
+        network.sides[side].flow.grant(totals[side])
+    network.on_receive = grant
+
+
+@pytest.mark.parametrize("rate", [0, 50_000_000])
+def test_random_senders_get_the_same_grants(rate: int) -> None:
+    draw, nsenders, budget = random.Random(rate), 7, 300_000
+    grantor = Grantor(budget, rate)
+    config = rec.FlowConfig(connection=1, peer_connection=2, nstreams=1)
+    flows = [CompiledFlow(config) for _ in range(nsenders)]
+    links, port = PrivateMemory(8 * nsenders), PrivateMemory(layout.PORT_BYTES)
+    engine = flows[0].engine
+
+    def store(address: int, value: int) -> None:
+        memory_at(address, 8)[:] = struct.pack("<q", value)
+
+    for i, flow in enumerate(flows):
+        grantor.add(i)
+        store(links.address + 8 * i, flow.link.address)
+        store(flow.link.address + link_layout.LINK_FLOW, flow.memory.address)
+        flow.memory.store(layout.FLOW_ADMITTED, UNSOLICITED_BYTES)
+        flow.memory.store(layout.FLOW_ADMITS, 1)
+    store(engine.address + link_layout.ENGINE_LINKS, links.address)
+    store(engine.address + link_layout.ENGINE_NLINKS, nsenders)
+    store(port.address + layout.PORT_BUDGET, budget)
+    store(port.address + layout.PORT_ALLOWANCE, budget)
+    store(port.address + layout.PORT_CREDIT_RATE, rate)
+    flow, now, total = flows[0], 1000, 0
+    kind = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)
+    issue, timer = (
+        kind(flow._library.address(native.PREFIX + name)) for name in ("issue", "grant_timer")
+    )
+    for _ in range(3000):
+        now += draw.choice((0, 1000, 400_000))
+        sender = draw.randrange(nsenders)
+        record, memory = grantor.senders[sender], flows[sender].memory
+        if draw.random() < 0.3:
+            grantor.want(sender, draw.choice((100, 30_000, 500_000)))
+        else:
+            left = min(record.wanted, record.granted) - record.received
+            grantor.on_received(sender, min(left, draw.choice((1400, 60_000))))
+        memory.store(layout.FLOW_WANTED, record.wanted)
+        memory.store(layout.FLOW_RECEIVED, record.received)
+        total += len(grantor.issue(now))
+        issue(engine.address, port.address, now)
+        granted = [f.memory.word(layout.FLOW_ADMITTED) for f in flows]
+        assert granted == [grantor.senders[i].granted for i in range(nsenders)]
+        assert timer(engine.address, port.address, now) == grantor.timer(now)
+    assert total > 100
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_random_networks_give_the_same_decisions(seed: int) -> None:
     draw = random.Random(seed)
@@ -176,7 +237,12 @@ def test_random_networks_give_the_same_decisions(seed: int) -> None:
         )
         for _ in range(draw.choice((1, 1, 2, 4)))
     ]
-    network = Network(paths, seed=seed, congestion=congestion, nstreams=4, log=True)
+    granted = draw.choice((None, 0, 5000))
+    network = Network(
+        paths, seed=seed, congestion=congestion, nstreams=4, log=True, granted=granted
+    )
+    if granted is not None:
+        admit_in_steps(network, draw)
     for side in (0, 1):
         for _ in range(draw.randrange(1, 12)):
             size = draw.choice((0, 1, 40, 3000, 40_000))

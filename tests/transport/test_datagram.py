@@ -80,6 +80,16 @@ class TestDatagramEncrypted(TransportConformance):
         return build_world(nranks, options=DatagramOptions(protection="aead", mtu=1472))
 
 
+class TestDatagramCredit(TransportConformance):
+    """Every rank grants what its peers send."""
+
+    spec = UDP
+
+    def build(self, nranks):
+        options = DatagramOptions(mtu=1472, admission="credit", credit_bytes=1 << 16)
+        return build_world(nranks, options=options)
+
+
 class TestDatagramReference(TransportConformance):
     """The machines of ``wire.datagram`` in Python."""
 
@@ -87,6 +97,20 @@ class TestDatagramReference(TransportConformance):
 
     def build(self, nranks):
         return build_world(nranks, options=DatagramOptions(ports=2), proxy_type=Proxy)
+
+
+def test_both_engines_admit_by_grants() -> None:
+    world = World(transports={})
+    options = DatagramOptions(mtu=1472, admission="credit", credit_bytes=1 << 16)
+    for rank, proxy_type in enumerate((DatagramEngine, Proxy)):
+        build_rank(world, rank, options=options, proxy_type=proxy_type)
+    with world.cleanup:
+        world.connect()
+        for a, b in ((0, 1), (1, 0)):
+            way, data = world.way(a, b), pattern(SLOT)
+            for _ in range(1 + (3 << 16) // SLOT):  # three times the unsolicited start
+                way.post(data)
+                assert way.take()[0] == data
 
 
 def sockets(*rows: tuple[str, int]) -> list[SocketInfo]:
@@ -173,8 +197,8 @@ def test_a_closed_port_of_the_peer_makes_its_path_suspect() -> None:
 
         world.wait(lambda: states() == ["open", "open"])
         second._sockets[1].close()
-        world.wait(lambda: states()[1] != "open")
-        assert states()[0] == "open"
+        # a busy host may suspect path 0 for a moment
+        world.wait(lambda: states()[0] == "open" and states()[1] != "open")
 
 
 #: asm-generic/socket.h: without checksums the kernel refuses UDP_SEGMENT with EINVAL.

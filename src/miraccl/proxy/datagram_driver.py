@@ -21,6 +21,7 @@ from miraccl.proxy.packet_codec import PacketCodec
 from miraccl.transport.base import DatagramConnection
 from miraccl.transport.fifo import Atomics
 from miraccl.wire import proxy_records as wire
+from miraccl.wire.datagram.credit import UNSOLICITED_BYTES, Grantor
 from miraccl.wire.datagram.flow import DatagramFlow
 from miraccl.wire.datagram.flow_records import (
     FlowConfig,
@@ -62,6 +63,7 @@ def flow_config(connection: DatagramConnection) -> FlowConfig:
         nstreams=NSTREAMS,
         mtu=min(path.mtu for path in connection.paths),
         congestion=connection.options.congestion,
+        granted=UNSOLICITED_BYTES if connection.needs_grants else None,
         max_in_flight=min(path.share_bytes for path in connection.paths),
     )
 
@@ -73,10 +75,23 @@ class DatagramSockets:
         self.sockets = list(sockets)
         self.drivers: dict[int, DatagramDriver] = {}
         self.strangers = 0
+        self.grantor: Grantor | None = None
+
+    def admit(self, driver: DatagramDriver, budget: int) -> None:
+        """Grant a peer what it sends, if there is a budget."""
+        if budget:
+            self.grantor = self.grantor or Grantor(budget)
+            self.grantor.add(driver.number)
+
+    def issue_grants(self) -> None:
+        """Give the flows the grants that are due."""
+        for number, total in self.grantor.issue(now_ns()) if self.grantor else ():
+            self.drivers[number].flow.grant(total)
 
     def receive(self) -> bool:
         """Hand waiting packets to their drivers; return True if more may wait."""
         more = [self._receive(sock) for sock in self.sockets]
+        self.issue_grants()
         return any(more)
 
     def _receive(self, sock: socket) -> bool:
@@ -152,7 +167,10 @@ class DatagramDriver(FifoDriver):
         self._descriptors = [os.dup(sock.fileno()) for sock in sockets.sockets]
         self.flow = DatagramFlow(flow_config(connection))
         self.flow.validate_paths(now_ns())
-        sockets.drivers[connection.connection] = self
+        self.number = connection.connection
+        sockets.drivers[self.number] = self
+        sockets.admit(self, connection.budget)
+        self._grantor = sockets.grantor
 
     # --- calls of the proxy
 
@@ -189,7 +207,9 @@ class DatagramDriver(FifoDriver):
 
     def close(self) -> None:
         """Stop to receive; the sockets belong to the transport."""
-        self._sockets.drivers.pop(self._connection.connection, None)
+        self._sockets.drivers.pop(self.number, None)
+        if self._grantor is not None:
+            self._grantor.remove(self.number)
         if self.alive and self._descriptors:
             self._send_abort(wire.CLOSED_WITHOUT_CLOSE_FRAME)
         for descriptor in self._descriptors:
@@ -230,8 +250,12 @@ class DatagramDriver(FifoDriver):
     def _note(self, events: list[FlowEvent]) -> None:
         for event in events:
             if isinstance(event, FrameStarted):
+                if self._grantor is not None:
+                    self._grantor.want(self.number, int.from_bytes(event.header[4:8], "little"))
                 self._start_frame(event)
             elif isinstance(event, PayloadReceived):
+                if self._grantor is not None:
+                    self._grantor.on_received(self.number, len(event.payload))
                 target = self._targets[event.stream]
                 if target is not None:
                     target[event.offset : event.offset + len(event.payload)] = event.payload

@@ -22,6 +22,7 @@ from miraccl.proxy.kernels import flow_layout, link_layout
 from miraccl.proxy.stream_engine import EngineLink, ProgressEngine
 from miraccl.transport.base import DatagramConnection, DatagramPath, NetConnection, PathStatus
 from miraccl.transport.fifo import PrivateMemory, memory_at
+from miraccl.wire.datagram.credit import UNSOLICITED_BYTES
 from miraccl.wire.datagram.packets import MAX_PATHS
 from miraccl.wire.datagram.seal import Protection
 from miraccl.wire.proxy_records import CLOSED_WITHOUT_CLOSE_FRAME, LinkConfig, Loss, LossKind
@@ -201,6 +202,8 @@ class DatagramEngine(ProgressEngine):
         flow = FlowMemory(flow_config(connection), memory.address, self._library.address)
         ciphers = AesGcm(connection.send_key), AesGcm(connection.recv_key)
         flow.store(flow_layout.FLOW_PORT, self._port.address)
+        flow.store(flow_layout.FLOW_ADMITTED, UNSOLICITED_BYTES)
+        flow.store(flow_layout.FLOW_ADMITS, int(connection.budget > 0))
         flow.store(flow_layout.FLOW_SEAL, ciphers[0].prepared(sealing=True))
         flow.store(flow_layout.FLOW_OPEN, ciphers[1].prepared(sealing=False))
         for index in range(len(connection.paths)):
@@ -230,6 +233,8 @@ class DatagramEngine(ProgressEngine):
             self._store_port(flow_layout.PORT_CRYPTO + 8 * i, functions[name])
         protection = _PROTECTIONS[Protection(connection.options.protection)]
         self._store_port(flow_layout.PORT_PROTECTION, protection)
+        self._store_port(flow_layout.PORT_BUDGET, connection.budget)
+        self._store_port(flow_layout.PORT_ALLOWANCE, connection.budget)
         for i, sock in enumerate(self._sockets):
             at = flow_layout.PORT_SOCKETS + i * flow_layout.SOCKET_BYTES
             self._store_port(at + flow_layout.SOCKET_FD, sock.fileno())

@@ -271,6 +271,9 @@ class DatagramOptions:
         protection: Value of ``wire.datagram.seal.Protection``.
         mtu: UDP payload of a packet; 0 asks the kernel for the route's.
         buffer_bytes: Kernel's send and receive buffer of each socket.
+        admission: "cts" (peers send into free slots and posted receives) or "credit" (this rank
+            also bounds and paces what all peers together have on their way to it).
+        credit_bytes: Bytes that all peers together may have on their way to one address.
     """
 
     ports: int = 1
@@ -278,6 +281,8 @@ class DatagramOptions:
     protection: str = "mac"
     mtu: int = 0
     buffer_bytes: int = 4 << 20
+    admission: str = "cts"
+    credit_bytes: int = 256 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,6 +309,9 @@ class DatagramConnection(NetConnection):
     Attributes:
         connection, peer_connection: Number in packets to this rank, and to the peer.
         send_key, recv_key: Keys of the two directions.
+        needs_grants: True if the peer admits what this rank sends by grants.
+        budget: Bytes that all peers of this rank together may have on their way, 0 if this rank
+            issues no grants.
     """
 
     driver = "miraccl.proxy.datagram_driver"
@@ -313,6 +321,8 @@ class DatagramConnection(NetConnection):
     send_key: bytes
     recv_key: bytes
     options: DatagramOptions
+    needs_grants: bool = False
+    budget: int = 0
 
 
 class WindowRange(Protocol):

@@ -49,12 +49,15 @@ from miraccl.transport.base import (
 from miraccl.transport.connect_round import family_of
 from miraccl.transport.fifo import check_slot_bytes, slot_bytes_for
 from miraccl.wire.datagram.control import controller
+from miraccl.wire.datagram.credit import UNSOLICITED_BYTES
 from miraccl.wire.datagram.packets import MAX_PATHS, MIN_MTU
 from miraccl.wire.datagram.seal import SETUP_NONCE_BYTES, Protection, derive_key
 
 CAPABILITIES = registry.UDP.capabilities
 LINGER_S = 5.0
 CHECK_INTERVAL_S = 0.2
+#: Values of MIRACCL_UDP_ADMISSION.
+CTS, CREDIT = ADMISSIONS = "cts", "credit"
 POLL_INTERVAL_S = 0.0005
 #: Largest UDP payload: a packet is copied and checked as a whole, and a lost one is resent.
 MAX_MTU = 1 << 15
@@ -95,6 +98,7 @@ class DatagramInfo:
         connection: Number in packets from rank 0; that of rank n is larger by n.
         protection: ``Protection`` value, equal on all ranks.
         slot_bytes: Size of the slots into which this rank receives.
+        grants: True if this rank admits what its peers send by grants.
     """
 
     sockets: tuple[SocketInfo, ...]
@@ -102,18 +106,26 @@ class DatagramInfo:
     connection: int
     protection: str
     slot_bytes: int
+    grants: bool = False
 
     def encode(self) -> bytes:
         rows = [[s.host, s.port, s.mtu, s.share_bytes] for s in self.sockets]
         return json.dumps(
-            [rows, self.nonce.hex(), self.connection, self.protection, self.slot_bytes]
+            [
+                rows,
+                self.nonce.hex(),
+                self.connection,
+                self.protection,
+                self.slot_bytes,
+                int(self.grants),
+            ]
         ).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> DatagramInfo:
         """Parse the result of ``encode``. Raises ``ProtocolError`` for anything else."""
         try:
-            rows, nonce, connection, protection, slot_bytes = json.loads(data)
+            rows, nonce, connection, protection, slot_bytes, grants = json.loads(data)
             info = cls(
                 sockets=tuple(
                     SocketInfo(
@@ -128,6 +140,7 @@ class DatagramInfo:
                 connection=int(connection),
                 protection=Protection(protection).value,
                 slot_bytes=check_slot_bytes(int(slot_bytes)),
+                grants=bool(grants),
             )
         except (ValueError, TypeError) as problem:
             raise ProtocolError(
@@ -163,12 +176,23 @@ def options_from_environment(environ: Mapping[str, str] | None = None) -> Datagr
         raise InvalidUsage(
             f"cannot use MIRACCL_UDP_PROTECTION={protection}: allowed are {', '.join(allowed)}"
         )
+    admission, credit = params.UDP_ADMISSION.read(environ), params.UDP_CREDIT.read(environ)
+    if admission not in ADMISSIONS:
+        raise InvalidUsage(
+            f"cannot use MIRACCL_UDP_ADMISSION={admission}: allowed are {', '.join(ADMISSIONS)}"
+        )
+    if credit < UNSOLICITED_BYTES:
+        raise InvalidUsage(
+            f"cannot use MIRACCL_UDP_CREDIT={credit}: at least {UNSOLICITED_BYTES} bytes are needed"
+        )
     return DatagramOptions(
         ports=ports,
         congestion=controller(params.UDP_CC.read(environ)).name,
         protection=protection,
         mtu=mtu,
         buffer_bytes=params.SOCKET_BUFFER.read(environ),
+        admission=admission,
+        credit_bytes=credit,
     )
 
 
@@ -225,6 +249,7 @@ class DatagramTransport(Transport):
                 connection=int.from_bytes(clock.random_bytes(4), "little"),
                 protection=self._options.protection,
                 slot_bytes=self._slot_bytes,
+                grants=self._options.admission == CREDIT,
             )
         encoded: bytes = self._info.encode()
         return encoded
@@ -273,6 +298,18 @@ class DatagramTransport(Transport):
         """
         nbytes = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
         return max(MIN_SHARE_BYTES, nbytes // (4 * max(1, self._npeers)))
+
+    def _budget(self) -> int:
+        """Return the bytes that all peers may have on their way to this rank; 0 without grants.
+
+        At most half of the real receive buffers, of which the kernel's own structures take as much
+        again as the data.
+        """
+        if self._options.admission != CREDIT:
+            return 0
+        sizes = [s.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) for s in self._sockets]
+        addresses = len(self._sockets) // self._options.ports
+        return max(UNSOLICITED_BYTES, min(sum(sizes) // 4, addresses * self._options.credit_bytes))
 
     def connect(self, infos: Mapping[int, bytes]) -> dict[int, FifoPair]:
         """Connect to ranks; see ``Transport.connect``. Existing pairs are returned as they are."""
@@ -333,6 +370,8 @@ class DatagramTransport(Transport):
         return DatagramConnection(
             streams=self._sockets,
             paths=paths_between(own.sockets, info.sockets, first=self.rank < peer),
+            needs_grants=info.grants,
+            budget=self._budget(),
             **self._shared_fields(peer, info, CAPABILITIES),
         )
 

@@ -22,6 +22,7 @@ from miraccl.native.intrinsics import (
 )
 from miraccl.proxy.kernels import flow_layout
 from miraccl.proxy.kernels import link_layout as layout
+from miraccl.proxy.kernels.credit import credit_timer, issue_grants
 from miraccl.proxy.kernels.datagram_io import (
     build,
     flush,
@@ -136,9 +137,9 @@ def advance_flow(port: int, flow: int, link: int) -> bool:
 
 
 @inline
-def next_timer(engine: int, now: int) -> int:
+def next_timer(engine: int, port: int, now: int) -> int:
     """Return the nanoseconds until the next timer, -1 without one."""
-    soonest = 0
+    soonest = credit_timer(engine, port, now)
     for i in range(load(engine + layout.ENGINE_NLINKS)):
         link = link_at(engine, i)
         if link != 0 and alive(link):
@@ -201,6 +202,8 @@ def run(engine: int, unused: int) -> int:
         busy = receive_sockets(port)
         if receive_queues(port):
             busy = True
+        if load(port + flow_layout.PORT_BUDGET) != 0:
+            issue_grants(engine, port, now_ns(port))
         if advance_links(engine, port):
             busy = True
         wake_executor(engine)
@@ -237,7 +240,7 @@ def sleep(engine: int, port: int) -> None:
         if receive_queues(port):  # what came before they were armed
             found = True
     if not found:
-        timeout = next_timer(engine, now_ns(port))
+        timeout = next_timer(engine, port, now_ns(port))
         if timeout != 0:
             poll(engine, port, timeout)
     exchange(asleep, 0)

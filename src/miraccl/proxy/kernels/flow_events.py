@@ -7,6 +7,7 @@ from typing import Any
 from miraccl.native.intrinsics import load, store
 from miraccl.proxy.kernels import flow_layout as layout
 from miraccl.proxy.kernels import link_layout
+from miraccl.proxy.kernels.credit import credit_timer, issue_grants
 from miraccl.proxy.kernels.flow_receive import flow_on_timer, receive, well_formed
 from miraccl.proxy.kernels.flow_send import flow_timer, next_packet
 from miraccl.proxy.kernels.link_send import enqueue
@@ -55,7 +56,20 @@ def well_formed_packet(flow: int, packet: int, length: int) -> int:
     return length >= 16 and well_formed(packet, length)
 
 
+def issue(engine: int, port: int, now: int) -> int:
+    """Issue the grants that are due."""
+    issue_grants(engine, port, now)
+    return 0
+
+
+def grant_timer(engine: int, port: int, now: int) -> int:
+    """Time of the next grants that pacing holds back."""
+    return credit_timer(engine, port, now)
+
+
 EXPORTS: dict[str, Any] = {
+    "issue": issue,
+    "grant_timer": grant_timer,
     "submit": submit,
     "packet_in": packet_in,
     "packet_out": packet_out,

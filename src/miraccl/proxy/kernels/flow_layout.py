@@ -42,6 +42,8 @@ FLOW_REACHED = 112  # a path has become OPEN
 FLOW_SEAL, FLOW_OPEN = 120, 128  # cipher contexts
 FLOW_ABORTED = 136  # 1: the peer has sent its reason, which is in the link's text
 FLOW_GOODBYE = 144  # 1: the last acknowledgements are sent
+#: Admission of the peer (``wire.datagram.credit.SenderCredit``), used if FLOW_ADMITS is 1.
+FLOW_WANTED, FLOW_ADMITTED, FLOW_RECEIVED, FLOW_CREDIT_TURN, FLOW_ADMITS = 152, 160, 168, 192, 200
 FLOW_PATHS, FLOW_STREAMS = 176, 184  # addresses
 FLOW_BYTES = 256
 
@@ -75,7 +77,10 @@ PATH_ADJUSTED = 592
 PATH_FULL_MTU, PATH_MTU_PROBE_AT, PATH_MTU_PROBE_INTERVAL = 584, 600, 608
 PATH_PAIR = 616  # address of the queue pair that carries the path, 0: a socket
 PATH_NUMBERS = 624
-PATH_SENT = (PATH_NUMBERS + NUMBER_RANGES_BYTES + 63) // 64 * 64
+#: Remembered packets that were declared lost: of all, and of each 32 positions.
+PATH_NLOST = PATH_NUMBERS + NUMBER_RANGES_BYTES
+PATH_LOST_GROUPS, LOST_GROUP = PATH_NLOST + 8, 32
+PATH_SENT = (PATH_LOST_GROUPS + 8 * (REMEMBERED // LOST_GROUP) + 63) // 64 * 64
 SENT_STATE, SENT_NUMBER, SENT_TIME, SENT_SIZE = 0, 8, 16, 24
 FREE, IN_FLIGHT, LOST = 0, 1, 2
 SENT_DELIVERED, SENT_DELIVERED_AT, SENT_FLAGS, SENT_NSPANS = 32, 40, 48, 56
@@ -141,7 +146,11 @@ GROUP_COUNT, GROUP_SIZE, GROUP_TOTAL, GROUP_VECTORS, GROUP_SCRATCH, GROUP_CLOSED
 GROUP_FIRST = 48
 MAX_GROUP = 64
 GROUP_BYTES = GROUP_FIRST + 8 * (MAX_GROUP + 1)
-PORT_BYTES = PORT_GROUPS + GROUP_BYTES * MAX_PATHS
+PORT_CREDIT = PORT_GROUPS + GROUP_BYTES * MAX_PATHS
+#: Grants over all peers (``wire.datagram.credit.Grantor``); a budget of 0: none are needed.
+PORT_BUDGET, PORT_CREDIT_RATE = PORT_CREDIT, PORT_CREDIT + 8
+PORT_ALLOWANCE, PORT_REFILLED, PORT_TURN = PORT_CREDIT + 16, PORT_CREDIT + 24, PORT_CREDIT + 32
+PORT_BYTES = PORT_CREDIT + 64
 #: Per path: iovecs of a group, and memory for headers, tags and ciphertext.
 VECTORS_PER_PATH, SCRATCH_PER_PATH = 1024, 1 << 18
 BUFFER_BYTES = 1 << 16

@@ -87,6 +87,8 @@ def on_sent(path: int, now: int, size: int, flags: int) -> int:
         store(path + layout.PATH_DELIVERED_AT, now)
         store(path + layout.PATH_OLDEST, order)
     record = sent_at(path, order)
+    if load(record + layout.SENT_STATE) == layout.LOST:  # forgotten now
+        count_lost(path, order, -1)
     store(record + layout.SENT_STATE, layout.IN_FLIGHT)
     store(record + layout.SENT_NUMBER, load(path + layout.PATH_NEXT_NUMBER))
     store(record + layout.SENT_TIME, now)
@@ -114,6 +116,21 @@ def take_number(path: int) -> int:
 
 
 @inline
+def lost_group(path: int, position: int) -> int:
+    """Address of the number of lost packets near a position."""
+    group = (position & (REMEMBERED - 1)) // layout.LOST_GROUP
+    return path + layout.PATH_LOST_GROUPS + 8 * group
+
+
+@inline
+def count_lost(path: int, position: int, change: int) -> None:
+    """Count a remembered packet that was declared lost, or is no longer."""
+    group = lost_group(path, position)
+    store(group, load(group) + change)
+    store(path + layout.PATH_NLOST, load(path + layout.PATH_NLOST) + change)
+
+
+@inline
 def leave_flight(path: int, record: int, state: int) -> None:
     """Count a packet as acknowledged or lost."""
     store(record + layout.SENT_STATE, state)
@@ -127,10 +144,9 @@ def leave_flight(path: int, record: int, state: int) -> None:
 
 
 @inline
-def first_position(path: int, number: int) -> int:
-    """Position of the first remembered packet with ``number`` or a later one."""
-    high = load(path + layout.PATH_ORDER)
-    low = max(0, high - REMEMBERED)
+def first_position(path: int, number: int, oldest: int) -> int:
+    """Position of the first packet from ``oldest`` on with ``number`` or a later one."""
+    low, high = oldest, load(path + layout.PATH_ORDER)
     while low < high:
         middle = (low + high) // 2
         if load(sent_at(path, middle) + layout.SENT_NUMBER) < number:

@@ -19,12 +19,15 @@ from miraccl.proxy.kernels.flow_path import (
     MIN_LOSS_DELAY_NS,
     PROBE_FIRST_NS,
     PROBE_LAST_NS,
+    REMEMBERED,
     add_number,
     after_acknowledgement,
+    count_lost,
     count_marks,
     first_position,
     is_new,
     leave_flight,
+    lost_group,
     on_duplicate,
     on_spurious,
     path_of,
@@ -149,26 +152,61 @@ def on_span_acked(flow: int, name: int, bounds: int) -> None:
 
 
 @inline
+def packet_acked(flow: int, record: int) -> int:
+    """Process that the peer has a packet; return its bytes."""
+    for i in range(load(record + layout.SENT_NSPANS)):
+        span = record + layout.SENT_SPANS + i * layout.SPAN_BYTES
+        on_span_acked(flow, load(span), load(span + 8))
+    return load(record + layout.SENT_SIZE)
+
+
+@inline
+def lost_acked_in(flow: int, path: int, start: int, stop: int) -> tuple[int, int]:
+    """Process the packets of one range that were declared lost and were only late."""
+    nbytes, newest, oldest = 0, 0, max(0, load(path + layout.PATH_ORDER) - REMEMBERED)
+    position, end = first_position(path, start, oldest), first_position(path, stop, oldest)
+    while position < end:
+        if load(lost_group(path, position)) == 0:
+            position = (position // layout.LOST_GROUP + 1) * layout.LOST_GROUP
+        else:
+            record = sent_at(path, position)
+            if load(record + layout.SENT_STATE) == layout.LOST:
+                count_lost(path, position, -1)
+                store(record + layout.SENT_STATE, layout.FREE)
+                on_spurious(path)
+                nbytes += packet_acked(flow, record)
+                newest = record
+            position += 1
+    return nbytes, newest
+
+
+@inline
 def acked_in(flow: int, path: int, start: int, stop: int) -> tuple[int, int]:
-    """Process the packets of one range; return their bytes, and the newest one's record or 0."""
-    position, order = first_position(path, start), load(path + layout.PATH_ORDER)
-    nbytes, newest, going = 0, 0, True
+    """Process the packets of one range; return their bytes, and the newest one's record or 0.
+
+    Acknowledgements repeat what was acknowledged before, so packets that are neither in flight nor
+    lost are not visited.
+    """
+    nbytes, newest = 0, 0
+    if load(path + layout.PATH_NLOST) != 0:
+        nbytes, newest = lost_acked_in(flow, path, start, stop)
+    oldest = load(path + layout.PATH_OLDEST)
+    if load(path + layout.PATH_NSENT) == 0:
+        return nbytes, newest
+    if load(sent_at(path, oldest) + layout.SENT_NUMBER) >= stop:
+        return nbytes, newest
+    late, going = newest, True
+    position, order = first_position(path, start, oldest), load(path + layout.PATH_ORDER)
     while going and position < order:
         record = sent_at(path, position)
         going = load(record + layout.SENT_NUMBER) < stop
-        state = load(record + layout.SENT_STATE)
-        if going and state != layout.FREE:
-            if state == layout.IN_FLIGHT:
-                leave_flight(path, record, layout.FREE)
-            else:
-                store(record + layout.SENT_STATE, layout.FREE)
-                on_spurious(path)
-            nbytes += load(record + layout.SENT_SIZE)
+        if going and load(record + layout.SENT_STATE) == layout.IN_FLIGHT:
+            leave_flight(path, record, layout.FREE)
+            nbytes += packet_acked(flow, record)
             newest = record
-            for i in range(load(record + layout.SENT_NSPANS)):
-                span = record + layout.SENT_SPANS + i * layout.SPAN_BYTES
-                on_span_acked(flow, load(span), load(span + 8))
         position += 1
+    if late != 0 and load(late + layout.SENT_NUMBER) > load(newest + layout.SENT_NUMBER):
+        newest = late
     return nbytes, newest
 
 
@@ -222,6 +260,7 @@ def detect_losses(flow: int, path: int, now: int) -> None:
             if going:
                 if now - time >= delay or largest - number >= threshold:
                     leave_flight(path, record, layout.LOST)
+                    count_lost(path, position, 1)
                     requeue_packet(flow, record)
                     count += 1
                     nbytes += load(record + layout.SENT_SIZE)
@@ -242,6 +281,7 @@ def lose_all(flow: int, path: int, now: int) -> bool:
         record = sent_at(path, position)
         if load(record + layout.SENT_STATE) == layout.IN_FLIGHT:
             leave_flight(path, record, layout.LOST)
+            count_lost(path, position, 1)
             requeue_packet(flow, record)
             count += 1
             nbytes += load(record + layout.SENT_SIZE)
@@ -436,14 +476,16 @@ def start_frame(flow: int, index: int, header: int) -> bool:
     """Process the header of a frame, which decides where its payload lands; False at the end."""
     fstream, link = fstream_of(flow, index), load(flow + layout.FLOW_LINK)
     first = load_unaligned(header)
-    store(fstream + layout.FSTREAM_LENGTH, first >> 32 & 0xFFFFFFFF)
+    length = first >> 32 & 0xFFFFFFFF
+    store(fstream + layout.FSTREAM_LENGTH, length)
+    store(flow + layout.FLOW_WANTED, load(flow + layout.FLOW_WANTED) + length)
     store(fstream + layout.FSTREAM_RECEIVED, 0)
     store(fstream + layout.FSTREAM_TARGET, 0)
     if log(flow, layout.LOG_STARTED, index, 0, 0):
         return True
     copy = load(flow + layout.FLOW_PORT) + layout.PORT_FRAME
     memcpy(copy, header, FRAME_BYTES)
-    code = header_error(first >> 16 & 0xFF, first >> 32 & 0xFFFFFFFF, copy)
+    code = header_error(first >> 16 & 0xFF, length, copy)
     if code != 0:
         memcpy(link + link_layout.LINK_TEXT, copy, FRAME_BYTES)
         contradict(link, code, 0, 0, 0)
@@ -498,6 +540,7 @@ def on_data(flow: int, record: int) -> int:
         low, high = ranges.next_missing(received, at, stop)
         if low < high:
             log(flow, layout.LOG_PAYLOAD, index, low, high)
+            store(flow + layout.FLOW_RECEIVED, load(flow + layout.FLOW_RECEIVED) + high - low)
             if target != 0:
                 memcpy(target + low, payload + low - offset, high - low)
         at = high

@@ -68,11 +68,13 @@ def has_new(fstream: int, length: int) -> bool:
 
 @inline
 def may_start(flow: int, fstream: int, length: int) -> bool:
-    """Return True if the frame has new bytes that the receiver admits."""
+    """Return True if the frame has something new that the receiver admits."""
     if not has_new(fstream, length):
         return False
     granted = load(flow + layout.FLOW_GRANTED)
-    return length == 0 or granted < 0 or load(flow + layout.FLOW_NEW_BYTES) < granted
+    if granted < 0 or load(fstream + layout.FSTREAM_HEADER_SENT) == 0:
+        return True
+    return load(flow + layout.FLOW_NEW_BYTES) < granted
 
 
 @inline
@@ -229,8 +231,9 @@ def fill(flow: int, room: int, out: int) -> int:
     """Choose data for a packet: lost bytes first, then new ones; return their bytes."""
     n, first, left = load(flow + layout.FLOW_NSTREAMS), load(flow + layout.FLOW_TURN), room
     for again in range(1, -1, -1):
-        for i in range(n):
-            index = (first + i) % n
+        index = first - 1
+        for _ in range(n):
+            index = index + 1 if index + 1 < n else 0
             head = head_of(flow, index)
             going = head != 0
             while going:
@@ -300,6 +303,10 @@ def probe_packet(flow: int, now: int, path: int, out: int) -> int:
     """Build a packet that must be acknowledged whatever the window: oldest data, or a probe."""
     store(path + layout.PATH_PROBES, max(0, load(path + layout.PATH_PROBES) - 1))
     living = load(path + layout.PATH_STATE) <= layout.SUSPECT
+    for index in range(load(flow + layout.FLOW_NPATHS)):
+        other = path_of(flow, index)
+        if other != path and usable(other):
+            living = False  # it carries the data
     if living and not any_resend(flow):
         position, order = load(path + layout.PATH_OLDEST), load(path + layout.PATH_ORDER)
         while position < order:
@@ -314,11 +321,24 @@ def probe_packet(flow: int, now: int, path: int, out: int) -> int:
     if living:
         data = fill(flow, load(path + layout.PATH_MTU) - HEADER_BYTES - TAG_BYTES - control, out)
     if load(out + layout.OUT_NSEGMENTS) == 0:
-        target = out + layout.OUT_CONTROL + control
-        store8(target, KIND_PROBE)
-        store32(target + 1, load(path + layout.PATH_INDEX) << 16)
-        store(out + layout.OUT_NCONTROL, control + PROBE_BYTES)
+        add_probe(path, control, out)
     return emit(flow, now, path, out, data, True, 1)
+
+
+@inline
+def add_probe(path: int, control: int, out: int) -> None:
+    """Append an empty probe to ``control`` bytes of records."""
+    target = out + layout.OUT_CONTROL + control
+    store8(target, KIND_PROBE)
+    store32(target + 1, load(path + layout.PATH_INDEX) << 16)
+    store(out + layout.OUT_NCONTROL, control + PROBE_BYTES)
+
+
+@inline
+def grant_packet(flow: int, now: int, path: int, out: int) -> int:
+    """Build a packet for a grant alone; the probe in it asks for an acknowledgement."""
+    add_probe(path, control_records(flow, now, path, SHORT_ACK_RANGES, out), out)
+    return emit(flow, now, path, out, 0, True, 1)
 
 
 @inline
@@ -391,7 +411,7 @@ def next_packet(flow: int, now: int, out: int) -> int:
     if load(flow + layout.FLOW_GRANT_DUE) != 0:
         chosen = choose_path(flow, now)
         if chosen != 0:
-            return probe_packet(flow, now, chosen, out)
+            return grant_packet(flow, now, chosen, out)
     if due:
         return ack_packet(flow, now, out)
     return 0

@@ -22,7 +22,8 @@ SHORT_BYTES = 64 << 10
 class SenderCredit:
     """Admission of one sender: bytes that it wants to send, was granted, and has delivered.
 
-    ``wanted`` counts from the start of the connection, like ``granted`` and ``received``.
+    ``wanted`` counts from the start of the connection, like ``granted`` and ``received``: the bytes
+    of posted receives, or of frames whose header has arrived.
     """
 
     wanted: int = 0
@@ -35,6 +36,11 @@ class SenderCredit:
     def outstanding(self) -> int:
         """Bytes granted and not yet received, as far as the sender can use the grant."""
         return max(0, min(self.granted, max(self.wanted, UNSOLICITED_BYTES)) - self.received)
+
+    @property
+    def unused(self) -> int:
+        """Bytes granted and not yet received."""
+        return self.granted - self.received
 
     @property
     def backlog(self) -> int:
@@ -84,11 +90,17 @@ class Grantor:
         """Return grants to send as (sender, total).
 
         Senders with little left come first, the least first; the others take turns. Always serving
-        the smallest backlog would finish equal transfers one after the other.
+        the smallest backlog would finish equal transfers one after the other. A sender that has
+        nothing to send gets its unsolicited start back, so that its next message does not wait for
+        a grant; it counts against the budget once it is used.
         """
         self._refill(now)
-        free = self.budget - self.outstanding
         issued: dict[int, int] = {}
+        for number, idle in self.senders.items():
+            if idle.wanted == idle.received and idle.unused < UNSOLICITED_BYTES // 2:
+                idle.granted = idle.received + UNSOLICITED_BYTES
+                issued[number] = idle.granted
+        free = self.budget - self.outstanding
         while free >= QUANTUM_BYTES and self._allowance >= QUANTUM_BYTES:
             sender = self._next_sender()
             if sender is None:

@@ -357,7 +357,7 @@ class DatagramFlow:
         if self._has_data() and (chosen := self._choose_path(now)) is not None:
             return self._data_packet(now, chosen)
         if self._grant_due and (chosen := self._choose_path(now)) is not None:
-            return self._probe(now, chosen)
+            return self._grant_packet(now, chosen)
         due = [p for p in self.paths if p.received.pending and p.received.due <= now]
         if due:
             return self._ack_packet(now)
@@ -379,10 +379,15 @@ class DatagramFlow:
         )
 
     def _may_start(self, frame: OutgoingFrame) -> bool:
-        """Return True if the frame has new bytes that the receiver admits; headers are exempt."""
+        """Return True if the frame has something new that the receiver admits.
+
+        A header needs no grant: it tells the receiver how many bytes wait for one.
+        """
         if not frame.has_new:
             return False
-        return not frame.length or self.granted is None or self.new_bytes < self.granted
+        if not frame.header_sent or self.granted is None:
+            return True
+        return self.new_bytes < self.granted
 
     def _choose_path(self, now: int) -> FlowPath | None:
         """Return the open path with room and the least expected finish time."""
@@ -403,10 +408,13 @@ class DatagramFlow:
 
     def _probe(self, now: int, path: FlowPath) -> OutgoingPacket:
         """A packet that must be acknowledged whatever the window: oldest data in flight, or a
-        probe.
+        probe if another path can carry the data.
+
+        Data in a probe of a dying path would wait for its next timeout, which doubles.
         """
         path.probes = max(0, path.probes - 1)
-        alive = path.state in (PathState.OPEN, PathState.SUSPECT)
+        others = any(p.usable for p in self.paths if p is not path)
+        alive = path.state in (PathState.OPEN, PathState.SUSPECT) and not others
         if alive and not any(q.frames and q.frames[0].has_resend for q in self._outgoing):
             oldest = next((p for p in path.sent.values() if not p.requeued), None)
             if oldest is not None:
@@ -417,6 +425,12 @@ class DatagramFlow:
         if not segments:
             records += (Probe(0, path.index),)
         return self._emit(now, path, records, segments, spans, limited=True, probe=True)
+
+    def _grant_packet(self, now: int, path: FlowPath) -> OutgoingPacket:
+        """Build a packet for a grant alone; the probe in it asks for an acknowledgement."""
+        records = self._control_records(now, path, _SHORT_ACK_RANGES)
+        records += (Probe(0, path.index),)
+        return self._emit(now, path, records, (), [], limited=True, probe=True)
 
     def _mtu_probe(self, now: int, path: FlowPath) -> OutgoingPacket:
         """Build a packet of the full size of a path whose packets have shrunk."""
