@@ -228,10 +228,13 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks_in(lab: netlab.Lab, n: int, **spec: Any) -> Iterator[Ranks]:
-    """Connect one rank per host of a lab."""
-    spec["namespaces"] = [lab.host(i) for i in range(n)]
-    spec["addresses"] = [lab.addresses(i) for i in range(n)]
+def ranks_in(lab: netlab.Lab | None, n: int, **spec: Any) -> Iterator[Ranks]:
+    """Connect one rank per host of a lab, or ``n`` ranks over loopback."""
+    if lab is None:
+        spec["addresses"] = [("127.0.0.1",)] * n
+    else:
+        spec["namespaces"] = [lab.host(i) for i in range(n)]
+        spec["addresses"] = [lab.addresses(i) for i in range(n)]
     ranks = Ranks({"nbytes": MESSAGE, **spec})
     try:
         yield ranks
@@ -239,7 +242,7 @@ def ranks_in(lab: netlab.Lab, n: int, **spec: Any) -> Iterator[Ranks]:
         ranks.close()
 
 
-def udp_rate(lab: netlab.Lab, seconds: float, **options: Any) -> dict[str, Any]:
+def udp_rate(lab: netlab.Lab | None, seconds: float, **options: Any) -> dict[str, Any]:
     """Stream messages over UDP; return goodput in Mbit/s, CPU, and what the paths resent."""
     with ranks_in(lab, 2, net=options.pop("net", "udp"), options=options) as ranks:
         (times, _), cpu = ranks.call("stream", MESSAGE, seconds)
@@ -463,6 +466,20 @@ def rows_incast(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {"title": f"incast of 8, {name}", **middle}
 
 
+def rows_loopback(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Processor time per GB on loopback, where super-packets are not cut."""
+    for mtu in (0, 1472):
+        row: dict[str, Any] = {"title": f"cpu, loopback, packets of {mtu or 32768} bytes"}
+        for _ in range(args.rounds):
+            for protection in ("mac", "aead", "none"):
+                found = udp_rate(None, args.seconds, mtu=mtu, protection=protection)
+                row.setdefault(f"udp {protection}", []).append(found)
+            row.setdefault("tcp", []).append(udp_rate(None, args.seconds, net="tcp"))
+        for name in list(row)[1:]:
+            row[name] = median_of(row[name])
+        yield row
+
+
 def rows_cpu(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Processor time per GB, packets of 1500 bytes cut before the wire and jumbo frames."""
     for mtu in (1500, 9000):
@@ -487,6 +504,7 @@ ROWS: dict[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = {
     "failure": rows_failure,
     "incast": rows_incast,
     "cpu": rows_cpu,
+    "loopback": rows_loopback,
 }
 
 
