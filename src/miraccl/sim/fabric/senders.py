@@ -23,6 +23,9 @@ RECYCLED = 8
 FREEZE_TIMEOUTS = 8
 #: A packet is lost if one sent this fraction of the timeout later was acknowledged (RFC 8985).
 REORDER_DIVISOR = 8
+#: Likewise with receiver control and RECYCLE, where packets of one sender take paths with queues of
+#: different lengths.
+SPRAY_REORDER_DIVISOR = 4
 #: Packets beyond the oldest unacknowledged one that one acknowledgement examines.
 LOSS_SCAN = 64
 #: DCTCP (RFC 8257): weight of a new sample 1/16; fractions of 2^16.
@@ -216,6 +219,8 @@ class Sender:
         if self.config.control is Control.SENDER:
             self._adjust_window(now, self._sent_at[sequence], message.marked)
             self._detect_losses(self._sent_at[sequence])
+        elif self.config.balance is Balance.RECYCLE:
+            self._leave_dead_paths(now, self._sent_at[sequence])
 
     def on_complete(self, now: int) -> None:
         """End the transfer: the receiver has everything, but acknowledgements were lost."""
@@ -259,6 +264,16 @@ class Sender:
             self._window, self._slow_start = ONE, False
             self._frozen_until = now + FREEZE_TIMEOUTS * self.config.timeout
         return oldest + self.config.timeout, stalled or expired
+
+    def _leave_dead_paths(self, now: int, sent_at: int) -> None:
+        """Draw no new entropies for a while if packets are lost that were sent long before one that
+        has arrived: where queues trim, only a dead path loses packets.
+        """
+        limit = sent_at - self.config.timeout // SPRAY_REORDER_DIVISOR
+        for sequence in range(self._oldest, min(self._next, self._oldest + LOSS_SCAN)):
+            if self._status[sequence] is Status.IN_FLIGHT and self._sent_at[sequence] < limit:
+                self._queue_again(sequence)
+                self._frozen_until = now + FREEZE_TIMEOUTS * self.config.timeout
 
     def _queue_again(self, sequence: int) -> None:
         self._status[sequence] = Status.RESEND

@@ -62,6 +62,7 @@ from miraccl.sim.fabric.kernels.fabric_layout import (
 )
 
 MIN_WINDOW, FREEZE_TIMEOUTS, REORDER_DIVISOR, LOSS_SCAN = 2, 8, 8, 64
+SPRAY_REORDER_DIVISOR = 4
 ALPHA_SHIFT, ONE, MAX_WINDOW = 4, 1 << 16, 1 << 12
 
 
@@ -193,6 +194,8 @@ def on_ack(world: int, flow: int, sequence: int, entropy: int, marked: int) -> i
         sent_at = load(state + STATE_SENT_AT)
         _adjust_window(world, flow, sent_at, marked)
         _detect_losses(world, flow, sent_at)
+    elif load(world + BALANCE) == RECYCLE:
+        _leave_dead_paths(world, flow, load(state + STATE_SENT_AT))
     return 0
 
 
@@ -253,6 +256,17 @@ def _detect_losses(world: int, flow: int, sent_at: int) -> int:
         store(flow + FLOW_FROZEN_UNTIL, load(flow + FLOW_LAST_SENT))
         store(flow + FLOW_WINDOW, max(ONE, load(flow + FLOW_WINDOW) // 2))
         store(flow + FLOW_SLOW_START, 0)
+    return 0
+
+
+def _leave_dead_paths(world: int, flow: int, sent_at: int) -> int:
+    now, timeout = load(world + NOW), load(world + TIMEOUT)
+    limit, oldest = sent_at - timeout // SPRAY_REORDER_DIVISOR, load(flow + FLOW_OLDEST)
+    for sequence in range(oldest, min(load(flow + FLOW_NEXT), oldest + LOSS_SCAN)):
+        state = state_of(flow, sequence)
+        if load(state + STATE_STATUS) == IN_FLIGHT and load(state + STATE_SENT_AT) < limit:
+            queue_again(flow, sequence)
+            store(flow + FLOW_FROZEN_UNTIL, now + FREEZE_TIMEOUTS * timeout)
     return 0
 
 
