@@ -10,12 +10,7 @@ granted; state stays bounded; corrupted bytes are not authentic; and every histo
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
 import random
-import sys
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +25,7 @@ from miraccl.wire.datagram.credit import UNSOLICITED_BYTES, Grantor
 from miraccl.wire.datagram.packets import Packet, decode, encode
 from miraccl.wire.datagram.path import REMEMBERED
 from miraccl.wire.datagram.seal import Protection, protect, unprotect
+from tests.wire.datagram.campaign import run_campaign
 
 LIMIT = 24 * 3600 * SECOND
 CHUNK = 100
@@ -156,46 +152,26 @@ def received_bytes(end: FlowEnd) -> int:
 
 
 def run_chunk(first: int) -> dict[str, Any]:
-    """Run ``CHUNK`` histories; violations are returned with their seeds."""
-    totals: dict[str, Any] = {"violations": []}
+    """Run ``CHUNK`` histories; findings are returned with their seeds."""
+    totals: dict[str, Any] = {"findings": []}
     for seed in range(first, first + CHUNK):
         try:
             for name, count in run_history(seed).items():
                 totals[name] = totals.get(name, 0) + count
         except Exception as error:  # any exception is a finding
-            totals["violations"].append((seed, f"{type(error).__name__}: {error}"))
+            totals["findings"].append((seed, f"{type(error).__name__}: {error}"))
     return totals
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--count", type=int, default=10_000, help="histories to run")
-    parser.add_argument("--first", type=int, default=0, help="seed of the first one")
-    parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
-    args = parser.parse_args()
-    totals: dict[str, Any] = {"violations": []}
-    began = time.monotonic()
-    with multiprocessing.Pool(args.processes) as pool:
-        starts = range(args.first, args.first + args.count, CHUNK)
-        for i, chunk in enumerate(pool.imap_unordered(run_chunk, starts)):
-            for name, count in chunk.items():
-                totals[name] = totals.get(name, [] if name == "violations" else 0) + count
-            spent = time.monotonic() - began
-            if i % 10 == 0 or totals["violations"]:
-                rate = totals.get("histories", 0) / spent
-                violations = len(totals["violations"])
-                print(
-                    f"{totals.get('histories', 0)} of {args.count} histories, {rate:.0f}/s, "
-                    f"{violations} violations {totals['violations'][:3]}",
-                    file=sys.stderr,
-                )
-            if spent > args.seconds:
-                pool.terminate()
-                break
-    totals["seconds"] = round(time.monotonic() - began, 1)
-    print(json.dumps(totals))
-    sys.exit(bool(totals["violations"]))
+    run_campaign(
+        run_chunk,
+        about=__doc__.split("\n\n")[0],
+        unit="histories",
+        chunk=CHUNK,
+        count=10_000,
+        step=CHUNK,
+    )
 
 
 if __name__ == "__main__":

@@ -10,12 +10,7 @@ packet that ``encode`` gives back, and the flow that receives it must reject it 
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
 import random
-import sys
-import time
 from functools import cache
 from typing import Any
 
@@ -26,6 +21,7 @@ from miraccl.wire.datagram.flow_records import FlowConfig
 from miraccl.wire.datagram.packets import Ack, Data, Grant, Packet, Probe, Record, decode, encode
 from miraccl.wire.datagram.seal import Protection, protect, unprotect
 from miraccl.wire.stream import Frame, FrameType, encode_frame
+from tests.wire.datagram.campaign import run_campaign
 
 CHUNK = 2_000
 #: Every so many mutations one is also given to a flow.
@@ -118,33 +114,9 @@ def _receive(flow: DatagramFlow, config: FlowConfig, now: int, packet: Packet) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--count", type=int, default=100_000, help="mutations to run")
-    parser.add_argument("--first", type=int, default=0, help="seed of the first chunk")
-    parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
-    args = parser.parse_args()
-    totals: dict[str, Any] = {"findings": []}
-    began = time.monotonic()
-    with multiprocessing.Pool(args.processes) as pool:
-        chunks = range(args.first, args.first + -(-args.count // CHUNK))
-        for i, chunk in enumerate(pool.imap_unordered(run_chunk, chunks)):
-            for name, count in chunk.items():
-                totals[name] = totals.get(name, [] if name == "findings" else 0) + count
-            spent = time.monotonic() - began
-            if i % 20 == 0 or chunk["findings"]:
-                print(
-                    f"{totals['mutations']} of {args.count} mutations, "
-                    f"{totals['mutations'] / spent:.0f}/s, {totals['accepted']} accepted, "
-                    f"{len(totals['findings'])} findings {totals['findings'][:2]}",
-                    file=sys.stderr,
-                )
-            if spent > args.seconds:
-                pool.terminate()
-                break
-    totals["seconds"] = round(time.monotonic() - began, 1)
-    print(json.dumps(totals))
-    sys.exit(bool(totals["findings"]))
+    run_campaign(
+        run_chunk, about=__doc__.split("\n\n")[0], unit="mutations", chunk=CHUNK, count=100_000
+    )
 
 
 if __name__ == "__main__":
