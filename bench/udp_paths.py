@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common import describe_machine
+from common import describe_machine, heading, markdown_table
 from tests.support import netlab
 
 from miraccl.proxy.datagram_engine import DatagramEngine
@@ -547,9 +547,54 @@ def write_results(
     settings = {k: v for k, v in vars(args).items() if k != "out"}
     document = {"settings": settings, "machine": machine, "seconds": round(seconds), "rows": rows}
     args.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-    lines = [f"# {args.out.parent.name} {args.out.name}", "", f"{machine}", ""]
-    lines += [f"- `{json.dumps(row)}`" for row in rows]
-    args.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    parts = [heading("UDP between namespaces", machine)]
+    rates = [row for row in rows if "possible_mbps" in row]
+    if rates:
+        parts.append(markdown_table(RATE_COLUMNS, [rate_cells(row) for row in rates]))
+    costs = [row for row in rows if row["title"].startswith("cpu")]
+    if costs:
+        names = [name for name in costs[0] if name != "title"]
+        cells = [[row["title"], *(f"{row[n]['cpu_s_per_GB']:.2f}" for n in names)] for row in costs]
+        parts.append(markdown_table(["Processor time, s per GB", *names], cells))
+    for row in rows:
+        if row not in rates and row not in costs:
+            figures = [[name, value] for name, value in plain_items(row) if name != "title"]
+            parts.append(markdown_table([row["title"], ""], figures))
+    args.out.with_suffix(".md").write_text("\n\n".join(parts) + "\n")
+
+
+RATE_COLUMNS = (
+    "Mbit/s",
+    "Possible",
+    "UDP",
+    "Share",
+    "iperf3 cubic",
+    "iperf3 bbr",
+    "UDP resent / lost on the way",
+)
+
+
+def rate_cells(row: dict[str, Any]) -> list[object]:
+    """Cells of a row with rates."""
+    udp = row["udp"]
+    return [
+        row["title"],
+        row["possible_mbps"],
+        udp["mbps"],
+        row["of_possible"],
+        row["iperf3 cubic"]["mbps"],
+        row["iperf3 bbr"]["mbps"],
+        f"{udp['resent']} / {udp['lost_by_lab']}",
+    ]
+
+
+def plain_items(row: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yield the figures of a row with their names, nested ones with both."""
+    for name, value in row.items():
+        if isinstance(value, dict):
+            yield from ((f"{name} {inner}", figure) for inner, figure in value.items())
+        else:
+            yield name, value
 
 
 if __name__ == "__main__":
