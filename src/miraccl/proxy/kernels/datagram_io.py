@@ -27,7 +27,7 @@ from miraccl.native.intrinsics import (
 )
 from miraccl.proxy.kernels import flow_layout as layout
 from miraccl.proxy.kernels import link_layout, queue_layout
-from miraccl.proxy.kernels.flow_path import path_of, shrink
+from miraccl.proxy.kernels.flow_path import path_of, sent_at, shrink
 from miraccl.proxy.kernels.flow_receive import KIND_DATA, KIND_HEADED, note_change, receive
 from miraccl.proxy.kernels.flow_send import FRAME_BYTES, head_of, next_packet
 from miraccl.proxy.kernels.link_io import EINTR, SYS_RECVMSG, SYS_SENDMSG, last_errno
@@ -260,6 +260,15 @@ def must_flush(group: int, size: int) -> bool:
 
 
 @inline
+def stamp(port: int, path: int) -> None:
+    """Note that the packets of a group leave now: the groups of other paths went first."""
+    now, order = now_ns(port), load(path + layout.PATH_ORDER)
+    for position in range(load(path + layout.PATH_STAMPED), order):
+        store(sent_at(path, position) + layout.SENT_TIME, now)
+    store(path + layout.PATH_STAMPED, order)
+
+
+@inline
 def flush(port: int, flow: int, index: int) -> None:
     """Send the packets of a path's group."""
     group = group_of(port, index)
@@ -267,6 +276,7 @@ def flush(port: int, flow: int, index: int) -> None:
     if count == 0:
         return
     path = path_of(flow, index)
+    stamp(port, path)
     size = load(group + layout.GROUP_SIZE)
     errno = 0
     if load(path + layout.PATH_PAIR) != 0:

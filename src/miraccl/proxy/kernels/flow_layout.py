@@ -79,7 +79,8 @@ PATH_PAIR = 616  # address of the queue pair that carries the path, 0: a socket
 PATH_NUMBERS = 624
 #: Remembered packets that were declared lost: of all, and of each 32 positions.
 PATH_NLOST = PATH_NUMBERS + NUMBER_RANGES_BYTES
-PATH_LOST_GROUPS, LOST_GROUP = PATH_NLOST + 8, 32
+PATH_STAMPED = PATH_NLOST + 8  # position of the first packet not given to the kernel yet
+PATH_LOST_GROUPS, LOST_GROUP = PATH_NLOST + 16, 32
 PATH_SENT = (PATH_LOST_GROUPS + 8 * (REMEMBERED // LOST_GROUP) + 63) // 64 * 64
 SENT_STATE, SENT_NUMBER, SENT_TIME, SENT_SIZE = 0, 8, 16, 24
 FREE, IN_FLIGHT, LOST = 0, 1, 2
