@@ -8,7 +8,9 @@ packet.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
+from operator import mul
 
 BLOCK_BYTES = 128
 TAGS = 2
@@ -70,6 +72,6 @@ class Vmac:
     def _inner(self, block: bytes, half: int) -> int:
         """Sum the products of pairs of words, each plus a word of the key."""
         block += bytes(-len(block) % 16)
-        words = [int.from_bytes(block[i : i + 8], "little") for i in range(0, len(block), 8)]
+        words = struct.unpack(f"<{len(block) // 8}Q", block)
         added = [(w + k) & MASK for w, k in zip(words, self.nh[2 * half :], strict=False)]
-        return sum(a * b for a, b in zip(added[::2], added[1::2], strict=True)) & NH_MASK
+        return sum(map(mul, added[::2], added[1::2])) & NH_MASK
