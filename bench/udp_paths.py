@@ -159,6 +159,10 @@ class Rank:
             return []
         return [vars(report) for report in self.engine.reports()]
 
+    def wait_open(self) -> None:
+        """Wait until every path is open: a lost ARP request is repeated after a second only."""
+        self.wait(lambda: all(path["state"] == "open" for path in self.paths()))
+
     def close(self) -> None:
         self.transport.close()
         self.engine.close()
@@ -196,6 +200,7 @@ class Ranks:
         for pipe in self.pipes:
             pipe.send(infos)
         self._receive()
+        self.call("wait_open")
 
     def _receive(self) -> list[Any]:
         results = []
