@@ -135,6 +135,12 @@ BENCHMARKS = (
         text="Incast, a long path with loss, and the tail of messages, in virtual time.",
     ),
     Benchmark(
+        folder="udp_paths",
+        title="UDP between namespaces",
+        script="bench/udp_paths.py",
+        text="Several paths with loss, slow and dying paths, incast; beside iperf3 over TCP.",
+    ),
+    Benchmark(
         folder="gpu_links",
         title="Links between GPUs",
         script="bench/gpu_links.py",
