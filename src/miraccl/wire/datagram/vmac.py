@@ -74,4 +74,5 @@ class Vmac:
         block += bytes(-len(block) % 16)
         words = struct.unpack(f"<{len(block) // 8}Q", block)
         added = [(w + k) & MASK for w, k in zip(words, self.nh[2 * half :], strict=False)]
-        return sum(map(mul, added[::2], added[1::2])) & NH_MASK
+        total: int = sum(map(mul, added[::2], added[1::2]))
+        return total & NH_MASK
