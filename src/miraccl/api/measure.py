@@ -39,6 +39,8 @@ MAX_WAIT_SHARE = 0.02
 CLEAR_GAIN = 0.9
 EXCHANGE_SIZES = tuple(128 << 10 << i for i in range(6))  # bytes of a block
 EXCHANGE_GAIN = 0.95  # CLEAR_GAIN for blocks that are read whole
+LOOP_BYTES = 64 << 10  # bytes of a block in the comparison of copies
+LOOP_OFFSETS = (0, 16, 32, 64)  # of the buffers in a page
 SWAP_SIZES = (8 << 10, 128 << 10)  # bytes of a block
 SWAP_GAIN = 0.97  # CLEAR_GAIN for slots that change hands
 
@@ -146,6 +148,9 @@ def _best_collective_us(comm: Communicator, action: Callable[[], None], repeats:
 
 def measure_ranks(comm: Communicator, constants: CpuConstants) -> CpuConstants:
     """Measure bandwidth and latency between two ranks, and when a single copy is faster."""
+    loop = _loop_copies_pay(comm)
+    comm._core.context.set(layout.CTX_LOOP_COPY, int(loop))
+    constants = replace(constants, loop_copy=loop)
     copies = []
     for size in constants.sizes:
         x = np.zeros(size // 2 // 4, np.float32)  # the working set is one vector on each side
@@ -239,6 +244,10 @@ def _exchange_copy_from(comm: Communicator, swaps: bool) -> int:
 
     with copying("never") as twice, copying("1") as once:
         twice._core.context.set(layout.CTX_SWAP, int(swaps))
+        for each in (twice, once):
+            each._core.context.set(
+                layout.CTX_LOOP_COPY, comm._core.context.get(layout.CTX_LOOP_COPY)
+            )
         for size in EXCHANGE_SIZES:
             times, places = np.zeros(2), []
             for _ in range(PLACEMENTS):
@@ -263,6 +272,26 @@ def _first_gain(sizes: Sequence[int], shares: Sequence[float]) -> int:
         if shares[index] < EXCHANGE_GAIN and math.prod(rest) < EXCHANGE_GAIN ** len(rest):
             return size
     return -1
+
+
+def _loop_copies_pay(comm: Communicator) -> bool:
+    """Return True if exchanges are clearly faster with a loop instead of glibc's ``memcpy``."""
+
+    def exchanges(x: np.ndarray, out: np.ndarray, on: int) -> None:
+        comm._core.context.set(layout.CTX_LOOP_COPY, on)
+        for _ in range(10):
+            comm.all_gather(x, out)
+
+    times = np.zeros(2)
+    for offset in LOOP_OFFSETS:
+        x, out = (
+            np.zeros(count + 4096, np.uint8)[offset : offset + count]
+            for count in (LOOP_BYTES, comm.nranks * LOOP_BYTES)
+        )
+        times += _compare_in_turns(comm, [partial(exchanges, x, out, on) for on in (0, 1)])
+    verdict = np.array([times[1] < CLEAR_GAIN * times[0]], np.int64)
+    comm.broadcast(verdict)
+    return bool(verdict[0])
 
 
 def _swapping_slots_pays(comm: Communicator) -> bool:

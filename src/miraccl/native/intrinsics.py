@@ -166,6 +166,25 @@ def stream_line(typingctx: Any, dst: Any, src: Any) -> Any:
 
 
 @intrinsic
+def copy_lines(typingctx: Any, dst: Any, src: Any) -> Any:
+    """Copy 256 bytes at addresses of any alignment, all loads before all stores."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        line = ir.VectorType(_W, 8)
+        values = []
+        for i in range(4):
+            place = builder.add(args[1], ir.Constant(_W, 64 * i))
+            values.append(builder.load(_pointer(builder, place, line)))
+            values[-1].align = 1
+        for i, value in enumerate(values):
+            place = builder.add(args[0], ir.Constant(_W, 64 * i))
+            builder.store(value, _pointer(builder, place, line)).align = 1
+        return context.get_dummy_value()
+
+    return types.void(I64, I64), emit
+
+
+@intrinsic
 def any_of_256_bytes(typingctx: Any, address: Any) -> Any:
     """Return a number that is not zero if any bit of the 256 bytes at an address is set."""
     # A loop over words was half as fast: 3.7 against 7.2 GB/s on a loaded machine, one run.

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.sizes import chunk_bytes
 from miraccl.schedule.ir import Op, Schedule, input_blocks, output_blocks
 from miraccl.types import Collective, DType
@@ -34,6 +35,8 @@ class CpuConstants:
             all_to_all); -1 for never.
         swap_slots: True if ranks that exchange messages are faster with slots that change hands
             (``executor.cpu.kernels.slots``).
+        loop_copy: True if a loop copies faster than glibc's ``memcpy``
+            (``executor.cpu.kernels.copies``).
         latency_us: Latency of a message between cores.
         switch_us: Latency of a message between ranks on one core.
         step_us: Fixed cost of a step.
@@ -48,6 +51,7 @@ class CpuConstants:
     single_copy_from: int = -1
     exchange_copy_from: int = -1
     swap_slots: bool = False
+    loop_copy: bool = False
     latency_us: float = 0.08
     switch_us: float = 3.0
     step_us: float = 0.012
@@ -201,13 +205,17 @@ def _work_us(
     extra = max(0.0, 1 / constants.at(constants.copy, 2.0 * block_bytes * blocks) - cached)
     folding = max(0.0, 1 / constants.at(constants.fold, 2.0 * chunk) - cached)
     slots = users = copies = reduced = remote = steps = 0
-    before = None
+    before, before_sent = None, False
     for channel in schedule.channels:
         for step in channel[rank]:
             steps += 1
             nbytes = step.chunks * chunk
             additions = max(1, len(step.peers) - 1)
             slot, user = _PASSES.get(step.op, (0, 0))
+            sends = step.op is Op.SEND and not shape.remote(rank, step.send_peer)
+            if sends and before_sent and step.src == before and nbytes >= layout.FANOUT_FROM:
+                slot, user = 0, 1  # all receivers read one slot; 1: in the cache, as below
+            before_sent = sends
             slots += slot * additions * nbytes
             in_cache = step.src is not None and step.src == before and step.op is not Op.COPY
             users += (user - in_cache) * nbytes

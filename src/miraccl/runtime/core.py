@@ -106,6 +106,7 @@ class CommunicatorCore(CoreTransfers):
         self.constants = self.planner.constants
         self.context.set(layout.CTX_P2P_DIRECT, self.planner.single_copy)
         self.context.set(layout.CTX_SWAP, int(self.constants.swap_slots))
+        self.context.set(layout.CTX_LOOP_COPY, int(self.constants.loop_copy))
         self.wait_state = CoreWaitState(self)
         self._worker = BackgroundWorker(
             f"miraccl-work-{session.name}", self.update_busy, self.wait_state.wait_inside

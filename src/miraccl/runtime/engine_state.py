@@ -77,12 +77,23 @@ def drive_network(context: Context, proxy: NetworkProxy, ranks_per_core: float) 
     context.set(layout.CTX_DRIVE, function)
 
 
+def fanout_bytes(slot_bytes: int, receivers: int, window_bytes: int) -> int:
+    """Return the bytes of a rank's slots for payloads with several receivers (kernels.fanout).
+
+    They are the end of its window. 0 if it has less than two ``receivers`` on its host, or if they
+    would be much of the window.
+    """
+    nbytes = -(-layout.NFANOUT * slot_bytes // layout.PAGE) * layout.PAGE
+    return nbytes if receivers > 1 and nbytes <= window_bytes // 16 else 0
+
+
 def open_context(
     ranks: RankRecords,
     pairs: Mapping[int, FifoPair],
     *,
     control: int,
     window: tuple[int, int],
+    fanout: int,
     readable: Collection[int],
     policy: WaitPolicy,
 ) -> Context:
@@ -91,6 +102,7 @@ def open_context(
     Args:
         control: Address of this rank's control page.
         window: (address, bytes) of its window memory.
+        fanout: Address of its slots for payloads with several receivers, in the window; 0: none.
         readable: Peers that can read this rank's private memory.
     """
     return Context(
@@ -102,6 +114,7 @@ def open_context(
         },
         policy=policy,
         window=(window[0], window[0] + window[1]),
+        fanout=fanout,
         threaded=ranks.threaded,
         groups=group.address(),
         stream_from=ranks.cache_share(),

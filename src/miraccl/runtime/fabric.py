@@ -15,7 +15,13 @@ from miraccl.bootstrap.events import Event, PeerLeft, PeerLost
 from miraccl.errors import BootstrapError, MiracclError, PeerDied, SystemFailure
 from miraccl.native import atomics
 from miraccl.runtime import net_status
-from miraccl.runtime.engine_state import ControlPage, drive_network, open_context, wait_policy
+from miraccl.runtime.engine_state import (
+    ControlPage,
+    drive_network,
+    fanout_bytes,
+    open_context,
+    wait_policy,
+)
 from miraccl.runtime.loss_notice import await_notice, run_after_notice
 from miraccl.runtime.rank_records import exchange_records, read_host_settings
 from miraccl.runtime.window import WindowAllocator
@@ -145,7 +151,8 @@ class ProcessFabric:
         self.readable = {r for r in direct if self.rank in abilities[r]["readable"]}
         #: Every rank can read and write every other's private memory; the same on all ranks.
         self.addressable = all(len(a["readable"]) == self.nranks - 1 for a in abilities)
-        self.window = WindowAllocator(shm.window)
+        reserved = fanout_bytes(shm.slot_bytes, len(direct), shm.window.nbytes)
+        self.window = WindowAllocator(shm.window, reserved)
         for transport in self._transports:
             transport.watch_window(self.window)
         self.stream_from = self._ranks.cache_share()
@@ -154,6 +161,7 @@ class ProcessFabric:
             self.pairs,
             control=shm.control,
             window=(shm.window.address, shm.window.nbytes),
+            fanout=shm.window.address + self.window.end if reserved else 0,
             readable=self.readable,
             policy=wait_policy(
                 self.ranks_per_core, self.timeout, all(a["membarrier"] for a in abilities)

@@ -11,7 +11,12 @@ from dataclasses import replace
 
 from miraccl.bootstrap.events import Event
 from miraccl.executor.cpu.context import VirtualSleeper, WaitPolicy
-from miraccl.runtime.engine_state import SHARED_CORES, ControlPage, open_context
+from miraccl.runtime.engine_state import (
+    SHARED_CORES,
+    ControlPage,
+    fanout_bytes,
+    open_context,
+)
 from miraccl.runtime.fabric_contract import AgreedConfig
 from miraccl.runtime.rank_records import exchange_records
 from miraccl.runtime.setup_phases import SetupPhases
@@ -68,7 +73,6 @@ class MemoryFabric:
         self._memory = PrivateMemory(PAGE_BYTES)
         self._page = ControlPage(self._memory.address)
         region = AnonymousMemory(window_bytes)
-        self.window = WindowAllocator(region)
         self._transport = registry.MEMORY.open_for(
             TransportContext(
                 endpoint=ranks.me,
@@ -85,16 +89,19 @@ class MemoryFabric:
             {rank: str(infos[rank]).encode() for rank in self.choices}
         )
         self.addressable = True
+        slots = [pair.send.slot_bytes for pair in self.pairs.values()]
+        mine = min(slots, default=PAGE_BYTES)
+        reserved = fanout_bytes(mine, len(slots), region.nbytes)
+        self.window = WindowAllocator(region, reserved)
         self.context = open_context(
             ranks,
             self.pairs,
             control=self._page.address,
             window=(region.address, region.nbytes),
+            fanout=region.address + self.window.end if reserved else 0,
             readable=self.pairs,
             policy=_policy(timeout, sleeper),
         )
-        slots = [pair.send.slot_bytes for pair in self.pairs.values()]
-        mine = min(slots, default=PAGE_BYTES)
         self.slot_bytes = min(int(n) for n in setup.exchange("fabric ready", mine))
 
     @property

@@ -39,12 +39,20 @@ class WindowRegion(Protocol):
 
 
 class WindowAllocator:
-    """First-fit allocator over a region. Thread-safe."""
+    """First-fit allocator over a region. Thread-safe.
 
-    def __init__(self, region: WindowRegion) -> None:
+    Args:
+        reserved: Bytes at the end of the region that are not allocated; a multiple of the page.
+
+    Attributes:
+        end: Offset of the first byte that is not allocated.
+    """
+
+    def __init__(self, region: WindowRegion, reserved: int = 0) -> None:
         self.region = region
+        self.end = region.nbytes // PAGE * PAGE - reserved
         #: (offset, bytes) of free blocks: sorted, never adjacent
-        self._free: list[tuple[int, int]] = [(0, region.nbytes // PAGE * PAGE)]
+        self._free: list[tuple[int, int]] = [(0, self.end)]
         self._returned: collections.deque[tuple[int, int]] = collections.deque()
         self._lock = threading.Lock()
         self.allocated = 0
@@ -75,7 +83,7 @@ class WindowAllocator:
             ends = [
                 0,
                 *(bound for start, room in self._free for bound in (start, start + room)),
-                self.region.nbytes // PAGE * PAGE,
+                self.end,
             ]
         return sum(
             self.region.resident_bytes(a, b - a) for a, b in zip(ends[::2], ends[1::2], strict=True)

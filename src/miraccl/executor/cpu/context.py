@@ -172,6 +172,7 @@ class Context:
         window: tuple[int, int],
         threaded: bool,
         groups: int,
+        fanout: int = 0,
         stage_bytes: int = 128 << 10,
         stream_from: int = 1 << 62,
     ) -> None:
@@ -183,6 +184,7 @@ class Context:
         self._ctrls = np.zeros(nranks, np.int64)
         # three words per source: ``kernels.operands``
         self._scratch = np.zeros(layout.SCRATCH_SOURCES // 8 + 1 + 3 * nranks, np.int64)
+        self._fanout_tails = np.zeros((layout.NFANOUT, nranks), np.int64)
         self._stage = np.zeros(stage_bytes + 64, np.int8)
         self._sendrecv_ops = np.zeros(2 * layout.OP_SIZE // 8, np.int64)
         self._counts = np.zeros(layout.COUNTS_BLOCKS // 8 + 2 * nranks, np.int64)
@@ -233,6 +235,8 @@ class Context:
             (layout.CTX_REDOP_TYPE, id(RedOp)),
             (layout.CTX_WINDOW, window[0]),
             (layout.CTX_WINDOW_END, window[1]),
+            (layout.CTX_FANOUT, fanout),
+            (layout.CTX_FANOUT_TAILS, self._fanout_tails.ctypes.data),
             (layout.CTX_PID, os.getpid()),
             (layout.CTX_THREADED, int(threaded)),
             (layout.CTX_P2P_DIRECT, -1),

@@ -78,6 +78,7 @@ def lower(schedule: Schedule, rank: int, *, signalled: bool = False) -> Program:
     offset = tables_offset = 0
     for number, (step, listed) in enumerate(zip(steps, lists, strict=True)):
         row = _encode(step, when[number], peers.ctypes.data + 8 * offset, len(listed))
+        row[layout.STEP_FANOUT // 8] = _fanout(steps, number)
         row[layout.STEP_TABLES // 8] = tables.ctypes.data + 8 * tables_offset
         table[number] = row
         offset += len(listed)
@@ -117,6 +118,20 @@ def _encode(step: Step, when: int, peers: int, npeers: int) -> Words:
     for place, value in fields:
         words[place // 8] = int(value)
     return words
+
+
+def _fanout(steps: Sequence[Step], number: int) -> int:
+    """Return the ``STEP_FANOUT`` of a step: whether its neighbours send the same chunk as well."""
+    step = steps[number]
+    if step.op is not Op.SEND or step.chunks != 1:
+        return layout.NO_FANOUT
+    before, after = (
+        0 <= i < len(steps) and steps[i].op is Op.SEND and steps[i].src == step.src
+        for i in (number - 1, number + 1)
+    )
+    if before:
+        return layout.REST_OF_FANOUT
+    return layout.FIRST_OF_FANOUT if after else layout.NO_FANOUT
 
 
 def _table(ref: Ref | None) -> int:

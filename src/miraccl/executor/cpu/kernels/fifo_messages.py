@@ -11,6 +11,7 @@ data: ``drain``.
 from __future__ import annotations
 
 from miraccl.executor.cpu.kernels import layout
+from miraccl.executor.cpu.kernels.copies import copy_memory
 from miraccl.executor.cpu.kernels.slots import (
     claim_slot,
     descriptor_line,
@@ -223,7 +224,7 @@ def write_remote(ctx: int, conn: int, dst: int, src: int, nbytes: int) -> bool:
 def copy_bytes(ctx: int, dst: int, src: int, nbytes: int) -> None:
     """Copy to a user's buffer, bypassing the caches if the operation is larger than they are."""
     if load(ctx + layout.CTX_STREAM) == 0 or nbytes < 4096:
-        memcpy(dst, src, nbytes)
+        copy_memory(ctx, dst, src, nbytes)
         return
     head = -dst & 63
     lines = (nbytes - head) >> 6

@@ -13,6 +13,9 @@ WORD = 8
 LINE = 64
 PAGE = 4096
 NSLOTS = 8  # FIFO depth, as NCCL_STEPS
+NFANOUT = NSLOTS + 1  # slots of a rank for payloads with several receivers
+# bytes from which these are used: below, a second copy costs less than the rows
+FANOUT_FROM = 1024
 FOLD_BLOCK = 1024  # accumulators of a fold
 
 # ---- descriptor line of a message (transport.fifo)
@@ -93,6 +96,12 @@ CTX_DRIVEN = 472  # argument of CTX_DRIVE
 CTX_EXCEPTION = 480  # type, value and traceback that a signal handler raised (3 words)
 # virtual ranks: address of a word with the time in ns, and of a function that sleeps; 0: the kernel
 CTX_TIME, CTX_SLEEPER = 504, 512
+# slots in window memory for one payload with several receivers (kernels.fanout); 0: none
+CTX_FANOUT = 520
+CTX_FANOUT_TAILS = 528  # table of NFANOUT rows with a word per rank
+CTX_FANOUT_NEXT = 536  # number of the next slot
+CTX_FANOUT_SLOT = 544  # 1 + the slot of the payload that is being sent; 0: none
+CTX_LOOP_COPY = 552  # 1: copy with vectors instead of glibc's memcpy (kernels.copies)
 CTX_SIZE = 576
 BUSY_PENDING = 1  # bit of CTX_BUSY for asynchronous operations
 # SEQ: the rank's last operation; SENT: messages it has sent to this rank, -1 unknown
@@ -172,7 +181,9 @@ STEP_RECV, STEP_SEND, STEP_PEERS, STEP_NPEERS, STEP_ROUNDS = 48, 56, 64, 72, 80
 EVERY_ROUND, FIRST_ROUND, LAST_ROUND, NEVER = 0, 1, 2, 3  # STEP_ROUNDS
 # tables of src and dst, and of what the step receives, one per peer in STEP_PEERS; -1: none
 STEP_SRC_TABLE, STEP_DST_TABLE, STEP_TABLES = 88, 96, 104
-STEP_SIZE = 112
+STEP_FANOUT = 112
+NO_FANOUT, FIRST_OF_FANOUT, REST_OF_FANOUT = 0, 1, 2  # STEP_FANOUT of sends
+STEP_SIZE = 120
 
 # ---- rows of one run (kernels.rows)
 ROWS_BYTES, ROWS_TOTAL = 0, 8  # bytes of a row, of the block

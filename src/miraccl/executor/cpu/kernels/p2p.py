@@ -14,6 +14,7 @@ needs its peer, after every operation that could advance has advanced.
 from __future__ import annotations
 
 from miraccl.executor.cpu.kernels import layout
+from miraccl.executor.cpu.kernels.copies import copy_memory
 from miraccl.executor.cpu.kernels.counts import count_hash
 from miraccl.executor.cpu.kernels.fifo_messages import (
     acquire_slot,
@@ -108,7 +109,7 @@ def send_segment(ctx: int, peer: int, address: int, nbytes: int, sig: int, total
     elif can_post_address(ctx, conn, address, nbytes, direct_threshold(ctx, total)):
         post_address(ctx, conn, sig, address, nbytes)
     else:
-        memcpy(next_slot_address(conn), address, nbytes)
+        copy_memory(ctx, next_slot_address(conn), address, nbytes)
         post_slot(ctx, conn, sig, nbytes)
     return layout.OK
 

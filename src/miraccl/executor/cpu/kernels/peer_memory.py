@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.chunks import INPUT, buffer_base, slice_extent
+from miraccl.executor.cpu.kernels.copies import copy_memory
 from miraccl.executor.cpu.kernels.fifo_messages import (
     acquire_slot,
     connection,
@@ -23,7 +24,7 @@ from miraccl.executor.cpu.kernels.fifo_messages import (
 from miraccl.executor.cpu.kernels.operands import fold_operands, operand_words
 from miraccl.executor.cpu.kernels.slots import descriptor_line
 from miraccl.executor.cpu.kernels.waiting import fail
-from miraccl.native.intrinsics import inline, load, memcpy, store
+from miraccl.native.intrinsics import inline, load, store
 
 
 @inline
@@ -148,7 +149,7 @@ def put_or_get(ctx: int, run: int, step: int, puts: bool, rnd: int) -> int:
         to += theirs if puts else buffer_base(run, dst_buf)
         size = min(size, from_size)
         if not far:
-            memcpy(to, frm, size)
+            copy_memory(ctx, to, frm, size)
         elif not (
             write_remote(ctx, conn, to, frm, size)
             if puts

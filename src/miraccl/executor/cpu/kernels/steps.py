@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.chunks import SCRATCH, buffer_base, message_bytes, slice_extent
+from miraccl.executor.cpu.kernels.copies import copy_memory
+from miraccl.executor.cpu.kernels.fanout import describe_shared, shares_slot
 from miraccl.executor.cpu.kernels.fifo_messages import (
     acquire_slot,
     can_post_address,
@@ -50,9 +52,17 @@ REDUCE_FROM_PEERS, SIGNAL, WAIT, BARRIER = (
 
 @inline
 def send(
-    ctx: int, run: int, peer: int, buffer: int, index: int, chunks: int, rnd: int, size: int
+    ctx: int,
+    run: int,
+    peer: int,
+    buffer: int,
+    index: int,
+    chunks: int,
+    rnd: int,
+    size: int,
+    fanout: int,
 ) -> int:
-    """Post a round's slices of some chunks to ``peer``."""
+    """Post a round's slices of some chunks to ``peer``; ``fanout``: see ``STEP_FANOUT``."""
     conn = connection(ctx, layout.CTX_SEND, peer)
     code = acquire_slot(ctx, conn, peer)
     if code != layout.OK:
@@ -66,14 +76,17 @@ def send(
         elif size <= layout.INLINE_BYTES and load(run + layout.RUN_LL) != 0:
             memcpy(descriptor_line(conn) + layout.DESC_INLINE, start + offset, size)
             post_descriptor(ctx, conn, sig, size, layout.MODE_INLINE)
+        elif fanout != layout.NO_FANOUT and shares_slot(ctx, conn, start + offset, size):
+            describe_shared(ctx, conn, peer)
+            post_descriptor(ctx, conn, sig, size, layout.MODE_WINDOW)
         else:
-            memcpy(next_slot_address(conn), start + offset, size)
+            copy_memory(ctx, next_slot_address(conn), start + offset, size)
             post_slot(ctx, conn, sig, size)
         return layout.OK
     slice_bytes = load(run + layout.RUN_ROUND_BYTES)
     for i in range(chunks):
         offset, length = slice_extent(run, buffer, index + i, rnd)
-        memcpy(next_slot_address(conn) + i * slice_bytes, start + offset, length)
+        copy_memory(ctx, next_slot_address(conn) + i * slice_bytes, start + offset, length)
     post_slot(ctx, conn, sig, size)
     return layout.OK
 
@@ -103,7 +116,7 @@ def unpack(
     slice_bytes = load(run + layout.RUN_ROUND_BYTES)
     for i in range(chunks):
         offset, size = slice_extent(run, buffer, index + i, rnd)
-        memcpy(start + offset, source + i * slice_bytes, size)
+        copy_memory(ctx, start + offset, source + i * slice_bytes, size)
     return layout.OK
 
 
@@ -212,7 +225,8 @@ def receive_step(ctx: int, run: int, step: int, op: int, rnd: int) -> int:
         return code
     consume(ctx, conn)
     if op == RECV_COPY_SEND or op == RECV_REDUCE_COPY_SEND:
-        return send(ctx, run, load(step + layout.STEP_SEND), dst_buf, dst, chunks, rnd, size)
+        to = load(step + layout.STEP_SEND)
+        return send(ctx, run, to, dst_buf, dst, chunks, rnd, size, layout.NO_FANOUT)
     return layout.OK
 
 
@@ -321,7 +335,10 @@ def do_step(ctx: int, run: int, step: int, rnd: int) -> int:
         size = message_bytes(run, buffer, index, chunks, rnd)
         if size == 0:
             return layout.OK
-        return send(ctx, run, load(step + layout.STEP_SEND), buffer, index, chunks, rnd, size)
+        to, fanout = load(step + layout.STEP_SEND), load(step + layout.STEP_FANOUT)
+        if fanout == layout.FIRST_OF_FANOUT:
+            store(ctx + layout.CTX_FANOUT_SLOT, 0)
+        return send(ctx, run, to, buffer, index, chunks, rnd, size, fanout)
     if op == RECV_REDUCE_ALL:
         return reduce_all(ctx, run, step, rnd)
     if op == COPY:
