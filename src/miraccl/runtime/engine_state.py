@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -83,7 +84,7 @@ def fanout_bytes(slot_bytes: int, receivers: int, window_bytes: int) -> int:
     They are the end of its window. 0 if it has less than two ``receivers`` on its host, or if they
     would be much of the window.
     """
-    nbytes = -(-layout.NFANOUT * slot_bytes // layout.PAGE) * layout.PAGE
+    nbytes = -(-layout.NFANOUT * slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     return nbytes if receivers > 1 and nbytes <= window_bytes // 16 else 0
 
 

@@ -279,9 +279,10 @@ class ProcessFabric:
             for rank, pair in self.pairs.items()
             if self.choices[rank].name != registry.SHM.name
         )
+        shared = self.shm.window.resident_bytes(self.window.end, self.window.reserved)
         return {
-            "fifo": self.shm.segment.file.resident_bytes(0, self.shm.segment.nbytes),
-            "fifo_reserved": self.shm.segment.nbytes,
+            "fifo": self.shm.segment.file.resident_bytes(0, self.shm.segment.nbytes) + shared,
+            "fifo_reserved": self.shm.segment.nbytes + self.window.reserved,
             "window": self.window.resident_bytes(),
             "network": network,
             "private": self.context.private_bytes(),

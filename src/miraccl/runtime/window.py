@@ -45,11 +45,11 @@ class WindowAllocator:
         reserved: Bytes at the end of the region that are not allocated; a multiple of the page.
 
     Attributes:
-        end: Offset of the first byte that is not allocated.
+        end: Offset of the first reserved byte.
     """
 
     def __init__(self, region: WindowRegion, reserved: int = 0) -> None:
-        self.region = region
+        self.region, self.reserved = region, reserved
         self.end = region.nbytes // PAGE * PAGE - reserved
         #: (offset, bytes) of free blocks: sorted, never adjacent
         self._free: list[tuple[int, int]] = [(0, self.end)]
