@@ -86,7 +86,7 @@ def test_lowest_prediction_is_named_once(collective: Collective, nranks: int) ->
 
 
 def test_ties_occur() -> None:
-    first, second, *_ = chosen(Collective.ALL_REDUCE, 128 << 10)
+    first, second, *_ = chosen(Collective.ALL_REDUCE, 256 << 10, 2)
     assert (first.algo, first.reason) == (
         "ring",
         "preferred among equals (within 5% of the lowest predicted time)",
