@@ -15,7 +15,7 @@ def main() -> None:
     with miraccl.init(timeout=30) as comm:
         names = {peer: choice.name for peer, choice in comm._core.fabric.choices.items()}
         rng = np.random.default_rng(11)
-        for _ in range(40):
+        for _ in range(12):
             case = cases.random_case(
                 rng,
                 comm.nranks,

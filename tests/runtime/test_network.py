@@ -42,7 +42,7 @@ seeds = st.integers(0, 1 << 30)
 @given(seed=seeds)
 def test_collectives_between_hosts(nranks: int, ranks_per_host: int, seed: int) -> None:
     """Hosts are uneven as well: the last has one rank, whose slots would be larger."""
-    run_ranks(sweep_ranks.random_cases, nranks, seed, 60, "", False, COUNTS, True, ranks_per_host)
+    run_ranks(sweep_ranks.random_cases, nranks, seed, 25, "", False, COUNTS, True, ranks_per_host)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_collectives_between_hosts(nranks: int, ranks_per_host: int, seed: int) 
 @once
 @given(seed=seeds)
 def test_every_algorithm_between_hosts(algo: str, seed: int) -> None:
-    run_ranks(sweep_ranks.random_cases, 4, seed, 15, algo, False, COUNTS, True, 2)
+    run_ranks(sweep_ranks.random_cases, 4, seed, 6, algo, False, COUNTS, True, 2)
 
 
 def large(ranks_per_host: int) -> None:
