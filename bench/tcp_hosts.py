@@ -7,7 +7,7 @@ libraries are alive at once and take turns within every round; they block in a s
 between. A cell is the median over rounds; results are checked once per cell.
 
     python bench/tcp_hosts.py --ranks 2 --rounds 5 --peer mpich=mpi:/venvs/mpich/bin/python \
-        --peer gloo=gloo:/venvs/torch/bin/python --out tcp_hosts/MACHINE-DATE
+        --peer gloo=gloo:/venvs/torch/bin/python --out bench/results/tcp_hosts/MACHINE-DATE
     python bench/tcp_hosts.py --ops pingpong --ucx
     python bench/tcp_hosts.py --peer thread=undriven:python
 
@@ -275,6 +275,7 @@ class Group:
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
+                start_new_session=True,  # prterun ends its whole process group if a rank fails
             )
             self._stack.callback(process.wait, 20)
             self._stack.callback(process.terminate)
@@ -354,6 +355,7 @@ def mpi_command(
         return [mpirun, "-n", str(nranks), *words], {
             **path,
             "I_MPI_FABRICS": "ofi",
+            "I_MPI_COLL_INTRANODE": "pt2pt",  # else small collectives use shared memory
             "FI_PROVIDER": "tcp",
             "FI_TCP_IFACE": "lo",
         }
@@ -373,7 +375,8 @@ def mpi_command(
     options = ["--allow-run-as-root", "--oversubscribe", "--host", hosts]
     return [mpirun, *options, "-n", str(nranks), *words], {
         "OMPI_MCA_pml": "ob1",
-        "OMPI_MCA_btl": f"tcp,self,{'vader' if 'Open MPI) 4' in version else 'sm'}",
+        # Open MPI 5 uses shared memory between the two pretended hosts if it is allowed to
+        "OMPI_MCA_btl": "tcp,self" if nranks == 2 else "tcp,self,sm,vader",
         "OMPI_MCA_btl_tcp_if_include": "lo",
         "OMPI_MCA_oob_tcp_if_include": "lo",
         "OMPI_MCA_plm_rsh_agent": agent,

@@ -6,7 +6,7 @@ messages of 16 MiB, one way and both ways at once. Peer: one iperf3 per interfac
 each, one way and ``--bidir``. They run in turns; a figure is the payload that one host receives per
 second, median of the rounds. Needs root, nftables and iperf3.
 
-    sudo python bench/tcp_rails.py --rounds 3 --out tcp_rails/MACHINE-DATE
+    sudo python bench/tcp_rails.py --rounds 3 --out bench/results/tcp_rails/MACHINE-DATE
 """
 
 from __future__ import annotations

@@ -123,6 +123,18 @@ BENCHMARKS = (
         text="Two ranks on one GPU, beside NCCL's own sockets.",
     ),
     Benchmark(
+        folder="tcp_hosts",
+        title="Two hosts over TCP",
+        script="bench/tcp_hosts.py",
+        text="Messages and collectives of two ranks over loopback TCP, beside MPI, UCX and Gloo.",
+    ),
+    Benchmark(
+        folder="tcp_rails",
+        title="Several interfaces over TCP",
+        script="bench/tcp_rails.py",
+        text="Messages of 16 MiB between namespaces with four interfaces, beside iperf3.",
+    ),
+    Benchmark(
         folder="fabric",
         title="Simulated fabric",
         script="bench/fabric.py",
