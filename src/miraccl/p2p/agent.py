@@ -22,7 +22,7 @@ from miraccl.p2p.arrays import Memory, memory_of, windows
 from miraccl.p2p.connector import Connector, Identity, Path, agent_secret
 from miraccl.p2p.control import ControlThread
 from miraccl.p2p.descriptors import RemoteMemory, parse_access
-from miraccl.p2p.notify import Inbox, Notification, PairSegment
+from miraccl.p2p.notify import Inbox, Notification, PairSegment, make_notification
 from miraccl.p2p.peer import Peer
 from miraccl.p2p.registration import AccessLines, RegionTable, Registration
 from miraccl.p2p.serving import ServedStream
@@ -272,8 +272,8 @@ class Agent:
             match: Returns True for the notification that is wanted; others stay in their order.
         """
         inbox = self._inbox
-        if match is None and (soon := inbox.take_soon()) is not None:
-            return soon
+        if match is None and not inbox.queue and (fields := inbox.take_fields()):
+            return make_notification(Notification, fields)
         found = inbox.pop(match)
         if found is None:
             deadline = Deadline.after(self.timeout if timeout is None else timeout)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -37,8 +37,7 @@ MATCH_SLICE_S = 0.02
 _RECORD = struct.Struct("<IIq")
 
 
-@dataclass(slots=True, eq=False)
-class Notification:
+class Notification(NamedTuple):
     """Notification of a peer.
 
     Attributes:
@@ -54,6 +53,10 @@ class Notification:
     tag: int
     data: bytes
     error: TransferError | None = None
+
+
+#: Makes a notification from the tuple of its fields, without a call of Python code.
+make_notification = tuple.__new__
 
 
 def failed(peer: str, status: int, reason: str, block: int) -> TransferError:
@@ -131,7 +134,7 @@ class Inbox:
 
     def __init__(self, table: RegionTable) -> None:
         self._table = table
-        self._arrived: deque[Notification] = deque()
+        self.queue: deque[Notification] = deque()
         self._pairs: list[Ring] = []
         self._kept: list[Any] = []
         #: Work memory of threads that wait: (array, address).
@@ -144,6 +147,10 @@ class Inbox:
         self._words = np.zeros(layout.INBOX_BYTES // 8, np.int64)
         self._address = int(self._words.__array_interface__["data"][0])
         self._words[layout.INBOX_DOORBELL // 8] = table.doorbell
+        self._words[layout.INBOX_NONE // 8] = id(None)
+        #: Returns the fields of the next notification in a ring, if it is there or comes within
+        #: ``SOON_NS``, otherwise 0. Those in the queue come first.
+        self.take_fields = functools.partial(self._take_soon, self._address, SOON_NS)
         self._set_addresses()
 
     @property
@@ -191,36 +198,27 @@ class Inbox:
 
     def put(self, notification: Notification) -> None:
         """Add a notification that came by the network."""
-        self._arrived.append(notification)
+        self.queue.append(notification)
         self._ring(self._table.doorbell)
 
     def put_after(self, ring: Ring, notification: Notification) -> None:
         """Add a notification behind those in a ring."""
         with self._lock:
             self._drain([ring])
-            self._arrived.append(notification)
+            self.queue.append(notification)
         self._ring(self._table.doorbell)
-
-    def take_soon(self) -> Notification | None:
-        """Return the next notification if it is there or comes within ``SOON_NS``; None else."""
-        if self._arrived:
-            return None
-        found = self._take_soon(self._address, SOON_NS)
-        if not found:
-            return None
-        return Notification(found[0], found[1], found[2], found[3])
 
     def pop(self, match: Callable[[Notification], bool] | None = None) -> Notification | None:
         """Return the next notification that matches, None if there is none."""
-        if not self._arrived or match is not None:
+        if not self.queue or match is not None:
             with self._lock:
                 self._drain(self._pairs)
         try:
             if match is None:
-                return self._arrived.popleft()
-            found = next((n for n in list(self._arrived) if match(n)), None)
+                return self.queue.popleft()
+            found = next((n for n in list(self.queue) if match(n)), None)
             if found is not None:
-                self._arrived.remove(found)
+                self.queue.remove(found)
             return found
         except (IndexError, ValueError):  # another thread has taken it
             return None
@@ -230,7 +228,7 @@ class Inbox:
 
         With ``match`` the caller has seen those that have arrived, so they do not end the wait.
         """
-        if self._arrived and match is None:
+        if self.queue and match is None:
             return True
         if match is not None:  # a notification by the network may have come meanwhile
             seconds = min(seconds, MATCH_SLICE_S)
@@ -257,7 +255,7 @@ class Inbox:
         take, address = self._take, pair.address
         while record := take(address):
             if record == -1:
-                self._arrived.append(
+                self.queue.append(
                     Notification(
                         peer=pair.peer_name,
                         agent=pair.agent,
@@ -278,7 +276,7 @@ class Inbox:
             if status != STATUS_OK:
                 block, reason, data = parse_failure(data)
                 error = failed(pair.peer_name, status, reason, block)
-            self._arrived.append(
+            self.queue.append(
                 Notification(
                     peer=pair.peer_name, agent=pair.agent, tag=number, data=data, error=error
                 )

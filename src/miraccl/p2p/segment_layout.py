@@ -39,8 +39,8 @@ MAX_NOTIFICATION = MAX_RECORD - 2048
 # ---- inbox: words of the receiver of all rings
 
 #: ``INBOX_RINGS``: address of a list of rings, replaced as a whole. ``INBOX_DRAINING``: a thread
-#: takes records into the queue. ``INBOX_SCRATCH``: struct timespec.
-INBOX_RINGS, INBOX_DOORBELL, INBOX_DRAINING, INBOX_SCRATCH = range(0, 32, 8)
+#: takes records into the queue. ``INBOX_NONE``: the object None. ``INBOX_SCRATCH``: a timespec.
+INBOX_RINGS, INBOX_DOORBELL, INBOX_DRAINING, INBOX_NONE, INBOX_SCRATCH = range(0, 40, 8)
 INBOX_BYTES = 64
 #: A list of rings: their number; then for each the address of the pair, the objects of the peer's
 #: name and identifier, and the words of the served stream that fills it (0: a peer does).

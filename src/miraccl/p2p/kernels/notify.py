@@ -136,8 +136,8 @@ def has_record(inbox: int) -> bool:
 
 
 @inline
-def take_plain(inbox: int) -> int:
-    """Return (peer, agent, number, data) of the first record without an error as a tuple, or 0.
+def take_plain(inbox: int, none: int) -> int:
+    """Return (peer, agent, number, data, none) of the first record without an error, or 0.
 
     Anything else stays in its ring. The caller holds the GIL.
     """
@@ -155,7 +155,7 @@ def take_plain(inbox: int) -> int:
                 return 0
             if tail - head > layout.RING_BYTES:
                 return 0
-            made, data = PyTuple_New(4), PyBytes_FromStringAndSize(0, nbytes)
+            made, data = PyTuple_New(5), PyBytes_FromStringAndSize(0, nbytes)
             number = load(ring + ((head + 8) & (layout.RING_BYTES - 1)))
             ring_copy(ring, head + layout.RECORD_BYTES, PyBytes_AsString(data), nbytes, True)
             store_release(pair + layout.PAIR_HEAD, head + size)
@@ -166,12 +166,14 @@ def take_plain(inbox: int) -> int:
             PyTuple_SetItem(made, 1, agent)
             PyTuple_SetItem(made, 2, PyLong_FromLong(number))
             PyTuple_SetItem(made, 3, data)
+            Py_IncRef(none)
+            PyTuple_SetItem(made, 4, none)
             return made
     return 0
 
 
 def take_soon(self: int, args: int, nargs: int) -> int:
-    """``take_soon(inbox, spin_ns)``: (peer, agent, number, data) of the next notification, or 0.
+    """``take_soon(inbox, spin_ns)``: the fields of the next notification as a tuple, or 0.
 
     It polls with the GIL, for less time than releasing it would take. While another thread takes
     records out of the rings it returns 0, so that they keep their order.
@@ -183,7 +185,7 @@ def take_soon(self: int, args: int, nargs: int) -> int:
     start, elapsed = now_ns(scratch), 0
     while True:
         if has_record(inbox):
-            made = take_plain(inbox)
+            made = take_plain(inbox, load(inbox + layout.INBOX_NONE))
             return made if made != 0 else PyLong_FromLong(0)
         elapsed = now_ns(scratch) - start
         if elapsed >= spin_ns:
