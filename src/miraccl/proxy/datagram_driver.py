@@ -35,7 +35,6 @@ from miraccl.wire.datagram.flow_records import (
     PeerAborted,
 )
 from miraccl.wire.datagram.packets import Data, Record
-from miraccl.wire.datagram.path_states import PathState
 from miraccl.wire.proxy_states import LinkState
 from miraccl.wire.stream import MAX_TEXT_BYTES, Frame, FrameType, decode_frame, encode_frame
 
@@ -267,7 +266,7 @@ class DatagramDriver(FifoDriver):
                 self._payloads[event.stream].popleft()
                 self.handle(wire.FramesWritten(event.stream, 1))
             elif isinstance(event, PathChanged):
-                self.reached |= event.after == PathState.OPEN.value
+                self.reached |= event.opened
                 log.info(
                     "rank %d: path %d: %s -> %s", self.peer, event.path, event.before, event.after
                 )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from miraccl.errors import InvalidUsage
 from miraccl.wire.datagram.packets import MAX_PATHS, MAX_STREAMS, MIN_MTU, Abort, Ack, Grant, Probe
+from miraccl.wire.datagram.path_states import PathState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,11 @@ class PathChanged:
     path: int
     before: str
     after: str
+
+    @property
+    def opened(self) -> bool:
+        """True if the path may carry data from now on."""
+        return self.after == PathState.OPEN.value
 
 
 @dataclass(frozen=True, slots=True)
