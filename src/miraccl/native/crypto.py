@@ -1,4 +1,4 @@
-"""AES-128 of OpenSSL's libcrypto, by its exported functions.
+"""AES-128-GCM of OpenSSL's libcrypto, by its exported functions.
 
 CPython's ``ssl`` module links libcrypto, so nearly every installation has it.  ``addresses`` gives
 the same functions to compiled code.
@@ -21,7 +21,6 @@ _NAMES = (
     "EVP_CIPHER_CTX_free",
     "EVP_CIPHER_CTX_ctrl",
     "EVP_aes_128_gcm",
-    "EVP_aes_128_ecb",
     "EVP_EncryptInit_ex",
     "EVP_EncryptUpdate",
     "EVP_EncryptFinal_ex",
@@ -46,7 +45,7 @@ def libcrypto() -> ctypes.CDLL:
                 getattr(library, function)
         except (OSError, AttributeError):
             continue
-        for function in ("EVP_CIPHER_CTX_new", "EVP_aes_128_gcm", "EVP_aes_128_ecb"):
+        for function in ("EVP_CIPHER_CTX_new", "EVP_aes_128_gcm"):
             getattr(library, function).restype = ctypes.c_void_p
         return library
     raise MissingDependency(
@@ -65,7 +64,7 @@ def addresses() -> dict[str, int]:
 
 
 class AesGcm:
-    """AES-128 with one key: GCM (NIST SP 800-38D), and single blocks. Not thread-safe.
+    """AES-128-GCM with one key (NIST SP 800-38D). Not thread-safe.
 
     Args:
         key: 16 bytes.
@@ -77,14 +76,12 @@ class AesGcm:
         self._library = libcrypto()
         self._key = key
         self._context = ctypes.c_void_p(self._library.EVP_CIPHER_CTX_new())
-        self._blocks = ctypes.c_void_p()
         self._length = ctypes.c_int()
 
     def __del__(self) -> None:
-        for name in ("_context", "_blocks"):
-            context = getattr(self, name, None)
-            if context:
-                self._library.EVP_CIPHER_CTX_free(context)
+        context = getattr(self, "_context", None)
+        if context:
+            self._library.EVP_CIPHER_CTX_free(context)
 
     def prepared(self, *, sealing: bool) -> int:
         """Return the address of the context with cipher and key, for compiled code that sets
@@ -94,23 +91,6 @@ class AesGcm:
         direction = "Encrypt" if sealing else "Decrypt"
         self._call(f"EVP_{direction}Init_ex", cipher, None, self._key, None)
         return self._context.value or 0
-
-    def block_context(self) -> int:
-        """Return the address of a context that encrypts single blocks."""
-        if not self._blocks:
-            self._blocks = ctypes.c_void_p(self._library.EVP_CIPHER_CTX_new())
-            cipher = ctypes.c_void_p(self._library.EVP_aes_128_ecb())
-            if self._library.EVP_EncryptInit_ex(self._blocks, cipher, None, self._key, None) != 1:
-                raise MissingDependency("cannot use AES-128 of OpenSSL's libcrypto")
-        return self._blocks.value or 0
-
-    def encrypt_block(self, block: bytes) -> bytes:
-        """Return a block of 16 bytes, encrypted (ECB)."""
-        out, context = ctypes.create_string_buffer(32), ctypes.c_void_p(self.block_context())
-        update = self._library.EVP_EncryptUpdate
-        if update(context, out, ctypes.byref(self._length), block, len(block)) != 1:
-            raise MissingDependency("cannot use AES-128 of OpenSSL's libcrypto")
-        return out.raw[:16]
 
     def seal(self, nonce: bytes, aad: bytes, plain: bytes) -> bytes:
         """Return the ciphertext followed by the tag of 16 bytes."""

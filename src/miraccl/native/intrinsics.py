@@ -277,48 +277,6 @@ def store_unaligned(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(I64, I64), emit
 
 
-@intrinsic
-def multiply_high(typingctx: Any, a: Any, b: Any) -> Any:
-    """Upper word of the product of two unsigned words."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        wide = ir.IntType(128)
-        product = builder.mul(builder.zext(args[0], wide), builder.zext(args[1], wide))
-        return builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), _W)
-
-    return I64(I64, I64), emit
-
-
-@intrinsic
-def below(typingctx: Any, a: Any, b: Any) -> Any:
-    """Return 1 if ``a`` is less than ``b``, both unsigned, else 0: the carry of a sum."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.zext(builder.icmp_unsigned("<", args[0], args[1]), _W)
-
-    return I64(I64, I64), emit
-
-
-@intrinsic
-def shift_right(typingctx: Any, value: Any, by: Any) -> Any:
-    """Shift an unsigned word right by 0 to 63 bits."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.lshr(args[0], args[1])
-
-    return I64(I64, I64), emit
-
-
-@intrinsic
-def swap_bytes(typingctx: Any, value: Any) -> Any:
-    """Reverse the bytes of a word."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.call(builder.module.declare_intrinsic("llvm.bswap", [_W]), args)
-
-    return I64(I64), emit
-
-
 # numbers of system calls (arch/*/entry/syscalls) and their arguments (linux/futex.h,
 # linux/membarrier.h)
 SYS_FUTEX, SYS_MEMBARRIER = (98, 283) if platform.machine() == "aarch64" else (202, 324)

@@ -19,13 +19,12 @@ from miraccl.native.crypto import AesGcm, addresses
 from miraccl.proxy.datagram_driver import NSTREAMS, flow_config, now_ns
 from miraccl.proxy.flow_memory import FlowMemory
 from miraccl.proxy.kernels import flow_layout, link_layout
-from miraccl.proxy.kernels import vmac as vmac_layout
 from miraccl.proxy.stream_engine import EngineLink, ProgressEngine
 from miraccl.transport.base import DatagramConnection, DatagramPath, NetConnection, PathStatus
 from miraccl.transport.fifo import PrivateMemory, memory_at
 from miraccl.wire.datagram.credit import UNSOLICITED_BYTES
 from miraccl.wire.datagram.packets import MAX_PATHS
-from miraccl.wire.datagram.seal import Protection, vmac_of
+from miraccl.wire.datagram.seal import Protection
 from miraccl.wire.proxy_records import CLOSED_WITHOUT_CLOSE_FRAME, LinkConfig, Loss, LossKind
 from miraccl.wire.stream import MAX_TEXT_BYTES
 
@@ -89,7 +88,6 @@ class DatagramLink(EngineLink):
 
     flow: FlowMemory
     ciphers: tuple[AesGcm, AesGcm]
-    macs: tuple[PrivateMemory, ...]
     abort: Any = field(repr=False)
     aborted: bool = False
 
@@ -206,14 +204,8 @@ class DatagramEngine(ProgressEngine):
         flow.store(flow_layout.FLOW_PORT, self._port.address)
         flow.store(flow_layout.FLOW_ADMITTED, UNSOLICITED_BYTES)
         flow.store(flow_layout.FLOW_ADMITS, int(connection.budget > 0))
-        macs: tuple[PrivateMemory, ...] = ()
-        if Protection(connection.options.protection) is Protection.MAC:
-            macs = vmac_memory(ciphers[0]), vmac_memory(ciphers[1])
-            flow.store(flow_layout.FLOW_SEAL, macs[0].address)
-            flow.store(flow_layout.FLOW_OPEN, macs[1].address)
-        else:
-            flow.store(flow_layout.FLOW_SEAL, ciphers[0].prepared(sealing=True))
-            flow.store(flow_layout.FLOW_OPEN, ciphers[1].prepared(sealing=False))
+        flow.store(flow_layout.FLOW_SEAL, ciphers[0].prepared(sealing=True))
+        flow.store(flow_layout.FLOW_OPEN, ciphers[1].prepared(sealing=False))
         for index in range(len(connection.paths)):
             self._write_address(flow, connection, index)
         link = DatagramLink(
@@ -223,7 +215,6 @@ class DatagramEngine(ProgressEngine):
             self._free_entry(),
             flow=flow,
             ciphers=ciphers,
-            macs=macs,
             abort=self._abort_flow,
         )
         memory.store(link_layout.LINK_FLOW, flow.address)
@@ -290,20 +281,6 @@ class DatagramEngine(ProgressEngine):
 
     def _word(self, offset: int) -> int:
         return int(struct.unpack("<q", memory_at(self._port.address + offset, 8))[0])
-
-
-def vmac_memory(cipher: AesGcm) -> PrivateMemory:
-    """Write the derived keys of a MAC as the words of ``kernels.vmac``."""
-    keys, memory = vmac_of(cipher), PrivateMemory(vmac_layout.VMAC_BYTES)
-    words = [
-        cipher.block_context(),
-        addresses()["EVP_EncryptUpdate"],
-        *keys.nh,
-        *keys.poly,
-        *keys.last,
-    ]
-    memory_at(memory.address, 8 * len(words))[:] = struct.pack(f"<{len(words)}Q", *words)
-    return memory
 
 
 def socket_address(host: str, port: int) -> bytes:

@@ -8,7 +8,6 @@ from miraccl.errors import MissingDependency
 from miraccl.native.crypto import AesGcm, libcrypto
 from miraccl.wire.datagram.packets import Packet, Probe, encode
 from miraccl.wire.datagram.seal import Protection, derive_key, nonce_of, protect, unprotect
-from miraccl.wire.datagram.vmac import Vmac
 
 try:
     libcrypto()
@@ -30,21 +29,6 @@ def test_vectors_of_the_gcm_specification() -> None:
     sealed = cipher.seal(bytes.fromhex("cafebabefacedbaddecaf888"), aad, plain)
     assert sealed[-16:].hex() == "5bc94fbc3221a5db94fae95ae7121a47"
     assert cipher.open(bytes.fromhex("cafebabefacedbaddecaf888"), aad, sealed) == plain
-
-
-#: draft-krovetz-vmac-01: "abc" this many times, key "abcdefghijklmnop", nonce "bcdefghi".
-VMAC_TAGS = {
-    0: "472766c70f74ed23481d6d7de4e80dac",
-    1: "4ee815a06a1d71edd36fc75d51188a42",
-    16: "09f2c80c8e1007a0c12fae19fe4504ae",
-    100: "66438817154850c61d8a412164803bcb",
-}
-
-
-@pytest.mark.parametrize("times", VMAC_TAGS)
-def test_vmac_gives_the_published_tags(times: int) -> None:
-    mac = Vmac(AesGcm(b"abcdefghijklmnop").encrypt_block)
-    assert mac.tag(b"bcdefghi", b"abc" * times).hex() == VMAC_TAGS[times]
 
 
 @pytest.mark.parametrize("mode", [Protection.MAC, Protection.AEAD])

@@ -39,7 +39,6 @@ from miraccl.proxy.kernels.packet_queues import (
     received_packet,
     repost,
 )
-from miraccl.proxy.kernels.vmac import vmac_add, vmac_finish, vmac_start
 from miraccl.wire.datagram.packets import DATA_BYTES, HEADER_BYTES, TAG_BYTES, VERSION
 
 SYS_PPOLL = 73 if platform.machine() == "aarch64" else 271
@@ -101,15 +100,16 @@ def crypto(port: int, function: int, context: int, a: int, b: int, c: int, d: in
 @inline
 def seal_mac(port: int, context: int, packet: int, group: int, vectors: int, tag: int) -> None:
     """Write the tag over all iovecs of the last packet of a group."""
-    vmac_start(context)
+    crypto(port, 0, context, 0, 0, 0, set_nonce(port, packet))
     first = load(group + layout.GROUP_FIRST + 8 * load(group + layout.GROUP_COUNT))
     for i in range(first, load(group + layout.GROUP_VECTORS)):
         vector = vectors + 16 * i
         size = load(vector + 8)
         if i + 1 == load(group + layout.GROUP_VECTORS):
             size -= TAG_BYTES
-        vmac_add(context, load(vector), size)
-    vmac_finish(context, set_nonce(port, packet), tag)
+        crypto(port, 1, context, 0, port + layout.PORT_INT, load(vector), size)
+    crypto(port, 2, context, port + layout.PORT_TAG, port + layout.PORT_INT, 0, 0)
+    crypto(port, 6, context, GET_TAG, TAG_BYTES, tag, 0)
 
 
 @inline
@@ -130,17 +130,12 @@ def is_authentic(port: int, flow: int, packet: int, size: int) -> bool:
     if mode == layout.PROTECT_NONE:
         return True
     integer, tag = port + layout.PORT_INT, packet + size - TAG_BYTES
-    if mode == layout.PROTECT_MAC:
-        wanted = port + layout.PORT_TAG
-        vmac_start(context)
-        vmac_add(context, packet, size - TAG_BYTES)
-        vmac_finish(context, set_nonce(port, packet), wanted)
-        different = load_unaligned(tag) ^ load(wanted)
-        return different | (load_unaligned(tag + 8) ^ load(wanted + 8)) == 0
-    body = packet + HEADER_BYTES
+    clear = size - TAG_BYTES if mode == layout.PROTECT_MAC else HEADER_BYTES
     crypto(port, 3, context, 0, 0, 0, set_nonce(port, packet))
-    crypto(port, 4, context, 0, integer, packet, HEADER_BYTES)
-    crypto(port, 4, context, body, integer, body, size - HEADER_BYTES - TAG_BYTES)
+    crypto(port, 4, context, 0, integer, packet, clear)
+    if mode == layout.PROTECT_AEAD:
+        body = packet + HEADER_BYTES
+        crypto(port, 4, context, body, integer, body, size - HEADER_BYTES - TAG_BYTES)
     crypto(port, 6, context, SET_TAG, TAG_BYTES, tag, 0)
     return crypto(port, 5, context, port + layout.PORT_TAG, integer, 0, 0) == 1
 

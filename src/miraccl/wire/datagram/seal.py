@@ -13,10 +13,8 @@ from __future__ import annotations
 import enum
 import hmac
 from typing import Protocol
-from weakref import WeakKeyDictionary
 
 from miraccl.wire.datagram.packets import HEADER_BYTES, TAG_BYTES
-from miraccl.wire.datagram.vmac import Vmac
 
 KEY_BYTES = 16
 NONCE_BYTES = 12
@@ -25,7 +23,7 @@ _NUMBER_AT = 8
 
 
 class Protection(enum.Enum):
-    """Protection of packets: VMAC-128 over all bytes, AES-128-GCM encryption, or none (by name
+    """Protection of packets: GMAC over all bytes, AES-128-GCM encryption, or none (by name
     only).
     """
 
@@ -35,14 +33,7 @@ class Protection(enum.Enum):
 
 
 class Cipher(Protocol):
-    """AES-128 with one key: GCM (NIST SP 800-38D), and single blocks.
-
-    One key serves one mode only.
-    """
-
-    def encrypt_block(self, block: bytes) -> bytes:
-        """Return a block of 16 bytes, encrypted."""
-        ...
+    """AES-128-GCM with one key (NIST SP 800-38D)."""
 
     def seal(self, nonce: bytes, aad: bytes, plain: bytes) -> bytes:
         """Return the ciphertext followed by the tag of 16 bytes."""
@@ -76,22 +67,12 @@ def nonce_of(packet: bytes) -> bytes:
     return packet[1:2] + bytes(3) + packet[_NUMBER_AT:HEADER_BYTES]
 
 
-_vmacs: WeakKeyDictionary[Cipher, Vmac] = WeakKeyDictionary()
-
-
-def vmac_of(cipher: Cipher) -> Vmac:
-    """Return the MAC with the key of a cipher."""
-    if cipher not in _vmacs:
-        _vmacs[cipher] = Vmac(cipher.encrypt_block)
-    return _vmacs[cipher]
-
-
 def protect(mode: Protection, cipher: Cipher, packet: bytes) -> bytes:
     """Return the bytes to send for an encoded packet; always ``TAG_BYTES`` longer."""
     if mode is Protection.NONE:
         return packet + bytes(TAG_BYTES)
     if mode is Protection.MAC:
-        return packet + vmac_of(cipher).tag(nonce_of(packet), packet)
+        return packet + cipher.seal(nonce_of(packet), packet, b"")
     header, body = packet[:HEADER_BYTES], packet[HEADER_BYTES:]
     return header + cipher.seal(nonce_of(packet), header, body)
 
@@ -103,8 +84,8 @@ def unprotect(mode: Protection, cipher: Cipher, data: bytes) -> bytes | None:
     if mode is Protection.NONE:
         return data[:-TAG_BYTES]
     if mode is Protection.MAC:
-        packet, tag = data[:-TAG_BYTES], vmac_of(cipher).tag(nonce_of(data), data[:-TAG_BYTES])
-        return packet if hmac.compare_digest(tag, data[-TAG_BYTES:]) else None
+        packet = data[:-TAG_BYTES]
+        return None if cipher.open(nonce_of(data), packet, data[-TAG_BYTES:]) is None else packet
     header = data[:HEADER_BYTES]
     body = cipher.open(nonce_of(data), header, data[HEADER_BYTES:])
     return None if body is None else header + body
