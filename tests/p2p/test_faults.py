@@ -69,6 +69,21 @@ def test_target_killed_in_a_transfer(agent: miraccl.Agent) -> None:
             peer.write(np.zeros(nbytes, np.uint8), blob).wait()
 
 
+def test_a_stream_that_a_transfer_found_broken_is_lost(agent: miraccl.Agent) -> None:
+    with miraccl.Agent("target", secret="test", timeout=10) as target:
+        peer = agent.connect(target.address)
+        path = peer._path
+        if peer.method != "tcp":
+            pytest.skip("a connection within the host is lost at once")
+        (stream, *_) = path.streams
+        assert path.uses(stream.sock)
+        stream.broken = miraccl.AgentLost("ended", agent="target", reason="lost")
+        assert path.uses(stream.sock), "its end is that of the other agent"
+        stream.broken = miraccl.TransferTimeout("late", agent="target", reason="deadline")
+        assert not path.uses(stream.sock), "this agent opens it again"
+        stream.broken = None
+
+
 def test_cut_connection(agent: miraccl.Agent) -> None:
     with miraccl.Agent("target", secret="test", timeout=10) as target:
         memory = np.zeros(1 << 20, np.uint8)

@@ -460,8 +460,13 @@ class StreamPath:
         return [stream.sock for stream in self.streams]
 
     def uses(self, sock: socket.socket) -> bool:
-        """Return False for a connection that was closed after a deadline and replaced."""
-        return any(stream.sock is sock for stream in self.streams if stream.broken is None)
+        """Return False for a connection that was closed after a deadline and is replaced."""
+        # One that a transfer has found broken is not replaced: the other side has ended it.
+        return any(
+            stream.sock is sock
+            for stream in self.streams
+            if stream.broken is None or getattr(stream.broken, "reason", "") == "lost"
+        )
 
     def background_of(self, stream: Stream) -> Background:
         if stream not in self._backgrounds:
