@@ -7,6 +7,8 @@ KiB), so that a few thousand elements take several rounds.
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -46,7 +48,7 @@ ALGORITHMS = [name for name in catalog.names() if name != "dissemination"]  # wh
 once = settings(
     max_examples=1, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
 )
-quick = settings(once, max_examples=2)
+quick = settings(once, max_examples=10 if os.environ.get("TEST_SLOW") else 1)
 seeds = st.integers(0, 1 << 30)
 
 
