@@ -408,8 +408,11 @@ def test_signals(nranks: int) -> None:
 def test_two_slots_of_a_fifo_are_enough_for_the_schedules_of_the_catalog() -> None:
     looked = 0
     for algo in catalog.names():
-        for collective in catalog.get(algo).collectives if catalog.get(algo).builtin else ():
-            for nranks in (n for n in (2, 3, 4, 8) if catalog.get(algo).supports(collective, n)):
+        entry = catalog.get(algo)
+        if not entry.builtin or entry.network:  # the FIFOs between hosts are deeper
+            continue
+        for collective in entry.collectives:
+            for nranks in (n for n in (2, 3, 4, 8) if entry.supports(collective, n)):
                 schedule = built(algo, collective, nranks)
                 assert schedules.fifo_slots(schedule) == layout.FIFO_SLOTS
                 for channel in schedule.channels:

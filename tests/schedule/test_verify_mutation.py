@@ -21,7 +21,12 @@ from miraccl.schedule.verify import verify
 from miraccl.types import Collective
 from tests.schedule.helpers import BUILTIN, make_inputs
 
-CASES = [case for case in BUILTIN if case[1] is not Collective.BARRIER]
+#: Two slots suffice for all but the schedules between hosts, whose FIFOs are deeper.
+CASES = [
+    case
+    for case in BUILTIN
+    if case[1] is not Collective.BARRIER and not catalog.get(case[0]).network
+]
 
 
 @st.composite
