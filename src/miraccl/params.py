@@ -265,7 +265,7 @@ SWITCH = declare(
     "",
     str,
     "Software switches that add for the ranks, HOST:PORT separated by commas: processes `miraccl"
-    " aggregator --listen`.",
+    " aggregator --listen HOST:PORT`.",
     kind="address",
 )
 P2P_HOST = declare(
@@ -695,7 +695,7 @@ def parse_path_level(text: str) -> int:
 
 def _parse_merge_level(text: str) -> int:
     """Parse a path type, or PORT: the ports of one NIC."""
-    level = 1 if text.upper() == "PORT" else parse_path_level(text)
+    level = 1 if text.upper() in ("PORT", "1") else parse_path_level(text)
     if level < 0:
         raise ValueError(f"allowed are PORT, {' '.join(_PATH_LEVELS)}")
     return level

@@ -696,7 +696,7 @@ def make_window(pages: int) -> WindowAllocator:
     return WindowAllocator(ShmRegion.create("miraccl-test", pages * PAGE))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.lists(st.one_of(st.integers(0, 5 * PAGE), st.none()), max_size=40),
     st.randoms(use_true_random=False),

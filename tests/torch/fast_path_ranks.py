@@ -443,7 +443,7 @@ def protocols() -> None:
             assert me.took_fast_path() == (turn > 0)
             me.same(got.tensor, torch.from_numpy(everybody[me.left]))
             assert len(side._fast_path.retained) < fast_call_layout.MAX_RETAINED
-        assert side._keep_alive._waiting
+        assert side._paths.keep_alive._waiting
 
 
 def messages() -> None:
