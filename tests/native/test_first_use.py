@@ -115,3 +115,13 @@ def test_of_processes_that_start_together_one_compiles(tmp_path: Path) -> None:
     assert [process.returncode for process in processes] == [0, 0, 0], output
     assert "".join(output) == "miraccl: compiling the engine (once per machine, about 3 s)\n"
     assert len(list(tmp_path.glob("*.o"))) == 1
+
+
+def test_later_starts_do_not_import_numba() -> None:
+    """Numba takes 0.4 s to import; compiled code is loaded from the cache without it."""
+    text = "import sys, miraccl; miraccl.init().finalize(); print('numba' in sys.modules)"
+    for _ in range(2):  # the first one may compile
+        done = subprocess.run(
+            [sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=True
+        )
+    assert done.stdout.split() == ["False"]

@@ -7,8 +7,10 @@ makes the condition true fences, reads ``SLEEP`` and rings. Executor and proxy b
 from __future__ import annotations
 
 from miraccl.native.intrinsics import FUTEX_WAKE, SYS_FUTEX, add32, inline, syscall
+from miraccl.native.sleep_words import DOORBELL, SLEEP
 
-SLEEP, DOORBELL = 0, 8  # offsets in the control page; DOORBELL is a futex word of 32 bits
+__all__ = ["ALL_SLEEPERS", "DOORBELL", "SLEEP", "ring_doorbell"]
+
 ALL_SLEEPERS = 1 << 30
 
 

@@ -7,7 +7,7 @@ test compares both with this file.
 
 from __future__ import annotations
 
-from miraccl.native import sleeper
+from miraccl.native import sleep_words  # not sleeper, which imports Numba: 0.4 s of each start
 
 WORD = 8
 LINE = 64
@@ -28,8 +28,8 @@ MODE_MOVED = 7  # in the slot whose number is in DESC_ADDR (kernels.slots)
 TAIL_RETURNED = 8  # word after the tail: slots returned for the last messages, a byte each
 
 # ---- control page, one per rank, mapped by all ranks of the host
-CTRL_SLEEP = sleeper.SLEEP  # 1 while the rank sleeps on its doorbell
-CTRL_DOORBELL = sleeper.DOORBELL
+CTRL_SLEEP = sleep_words.SLEEP  # 1 while the rank sleeps on its doorbell
+CTRL_DOORBELL = sleep_words.DOORBELL
 CTRL_ABORT = 64  # not 0: every wait ends; the value is an ERR_*
 # progress page: this rank's current operation, for ranks that wait for it
 PROGRESS_SEQ, PROGRESS_SIG, PROGRESS_COUNT, PROGRESS_STEP = 128, 136, 144, 152
