@@ -6,10 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from miraccl.errors import InvalidUsage
-from miraccl.runtime.aggregation import Aggregation, serve
 from miraccl.runtime.dispatch import Dispatcher
 from miraccl.runtime.setup_phases import SetupPhases
-from miraccl.runtime.switch import check_switches, join_switches
 
 if TYPE_CHECKING:
     from miraccl.bootstrap.contract import Session
@@ -33,6 +31,8 @@ class Aggregators(Dispatcher):
         Raises:
             InvalidUsage: The mode names a schedule that does not fit.
         """
+        from miraccl.runtime.aggregation import Aggregation  # late: few programs need it
+
         self._aggregation = Aggregation(self._core, wide._core, aggregators, mode)
 
     def use_switch(self, addresses: str, mode: str = "auto") -> None:
@@ -51,6 +51,8 @@ class Aggregators(Dispatcher):
             BootstrapError: A switch cannot be reached, or refuses; the communicator is unchanged.
             AuthenticationError: A switch has another secret (MIRACCL_SECRET).
         """
+        from miraccl.runtime.switch import check_switches, join_switches
+
         self._core.check(0, "use_switch")
         if self._aggregation is not None:
             raise InvalidUsage("cannot use a switch: the communicator has aggregators already")
@@ -72,4 +74,6 @@ class Aggregators(Dispatcher):
         Raises:
             PeerDied: A member died.
         """
+        from miraccl.runtime.aggregation import serve
+
         serve(self._core, aggregators, on_sum)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from miraccl.errors import InvalidUsage
 from miraccl.ops.device_arrays import is_gpu_array
 from miraccl.ops.spec import ALL_REDUCE_COO, ALL_REDUCE_SPARSE, OpSpec
-from miraccl.planning.sparse_planner import SparseCandidate
 from miraccl.runtime import group as groups
-from miraccl.runtime.coo import CooReducer
 from miraccl.runtime.dispatch import Dispatcher
-from miraccl.runtime.sparse import SparseReducer
 from miraccl.runtime.work import Work
 from miraccl.types import Operator, RedOp
+
+if TYPE_CHECKING:
+    from miraccl.planning.sparse_planner import SparseCandidate
+    from miraccl.runtime.coo import CooReducer
+    from miraccl.runtime.sparse import SparseReducer
 
 SUM = RedOp.SUM
 A = TypeVar("A")
@@ -115,6 +117,8 @@ class SparseCollectives(Dispatcher):
         """
         self._check_sparse_call(ALL_REDUCE_COO, (indices, values, size))
         if self._coo_reducer is None:
+            from miraccl.runtime.coo import CooReducer  # late: few programs need it
+
             self._coo_reducer = CooReducer(self._core)
         return self._coo_reducer.reduce(indices, values, size, async_op)
 
@@ -169,5 +173,7 @@ class SparseCollectives(Dispatcher):
 
     def _sparse(self) -> SparseReducer:
         if self._sparse_reducer is None:
+            from miraccl.runtime.sparse import SparseReducer  # late: few programs need it
+
             self._sparse_reducer = SparseReducer(self._core)
         return self._sparse_reducer

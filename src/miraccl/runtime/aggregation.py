@@ -143,11 +143,16 @@ class Aggregation:
         #: by collective, the times without the aggregators and of each form with them
         self._lines: dict[Collective, list[Line]] = {}
 
+    @staticmethod
+    def handles(spec: OpSpec) -> bool:
+        """Return True for operations that aggregators can run."""
+        return spec in AGGREGATED
+
     def accepts(self, spec: OpSpec, call: PreparedOp) -> bool:
         """Return True if the aggregators run ``call``, an operation of ``spec``."""
         if self._mode == "never" or call.request.count == 0 or self._core.nranks == 1:
             return False
-        if spec not in AGGREGATED:
+        if not self.handles(spec):
             return False
         if self._mode != "auto":
             return True

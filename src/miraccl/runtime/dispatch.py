@@ -16,7 +16,6 @@ from miraccl.ops.prepare import PreparedOp, barrier, prepare
 from miraccl.ops.spec import BARRIER, OpSpec
 from miraccl.ops.stream_handles import library_stream_getter
 from miraccl.runtime import group as groups
-from miraccl.runtime.aggregation import AGGREGATED, Aggregation
 from miraccl.runtime.control import GPU_SETUP
 from miraccl.runtime.gpu.call_context import CallContext
 from miraccl.runtime.persistent import Persistent
@@ -26,6 +25,7 @@ _DEVICE = re.compile(r"cuda(?::([0-9]{1,4}))?")
 if TYPE_CHECKING:
     from miraccl.bootstrap.contract import Session
     from miraccl.fastpath.fast_calls import FastCalls
+    from miraccl.runtime.aggregation import Aggregation
     from miraccl.runtime.core import CommunicatorCore
     from miraccl.runtime.gpu.communicator import DeviceCommunicator
     from miraccl.runtime.gpu.launch_order import LaunchOrders
@@ -181,7 +181,7 @@ class Dispatcher:
             return self._exchange(spec, args, async_op)
         call = barrier() if spec is BARRIER else prepare(spec, self._core.reader, args)
         group = self._open_group(name, async_op)
-        if self._aggregation is not None and spec in AGGREGATED and group is None:
+        if self._aggregation is not None and self._aggregation.handles(spec) and group is None:
             return self._core.execute(lambda: self._run_or_aggregate(spec, call), name, async_op)
         if group is not None:
             group.run(lambda: self._core.run(call, name))

@@ -12,7 +12,6 @@ from miraccl.ops.array_errors import MAX_BYTES
 from miraccl.ops.spec import ALL_REDUCE_SPARSE
 from miraccl.planning.cost_model import default_block_bytes
 from miraccl.planning.planner import Candidate, Planner
-from miraccl.planning.sparse_planner import SparseModel
 from miraccl.types import Collective, DType
 
 
@@ -53,6 +52,8 @@ def explain_planned(
         InvalidUsage: An argument is not allowed.
     """
     if collective == ALL_REDUCE_SPARSE.name:
+        from miraccl.planning.sparse_planner import SparseModel  # late: few programs need it
+
         element = data_type(dtype)
         row = block * element.itemsize
         model = SparseModel(planner)
