@@ -142,7 +142,17 @@ class Agent:
     def register_memory(
         self, memory: Memory, access: str = "rw", *, block_nbytes: int = 0
     ) -> Registration:
-        """Offer memory by its address; arguments and errors as ``register``."""
+        """Offer memory by its address.
+
+        Args:
+            memory: Address, bytes and device.
+            access: ``"r"``, ``"w"`` or ``"rw"``: accesses that other agents may make.
+            block_nbytes: Bytes of a block, for transfers of lists of blocks; 0: none.
+
+        Raises:
+            InvalidUsage: ``access`` is another word, or the agent is closed.
+            SystemFailure: The driver cannot export GPU memory.
+        """
         self._check_open("register")
         rights = parse_access(access)
         registration = Registration(
@@ -170,6 +180,9 @@ class Agent:
 
     def empty(self, shape: Any, dtype: Any = "uint8") -> Any:
         """Return an array of zeros in window memory, which agents of this host can map.
+
+        Args:
+            shape, dtype: As for ``numpy.zeros``.
 
         Raises:
             SystemFailure: There is not enough memory.
@@ -208,7 +221,11 @@ class Agent:
     def peer_of(self, remote: RemoteMemory) -> Peer:
         """Return the connection to the owner of some memory, opened if there is none.
 
-        Raises as ``connect``.
+        Args:
+            remote: The memory, from an advertisement.
+
+        Raises:
+            AuthenticationError, BootstrapError: As ``connect``.
         """
         with self._lock:
             found = next(
@@ -219,7 +236,12 @@ class Agent:
     def peer_named(self, name: str, address: str) -> Peer:
         """Return the connection to an agent by its name, opened if there is none.
 
-        Raises as ``connect``.
+        Args:
+            name: Name of the agent.
+            address: Its ``host:port``, used if there is no connection.
+
+        Raises:
+            AuthenticationError, BootstrapError: As ``connect``.
         """
         with self._lock:
             found = next((p for p in self._peers if p.name == name and p.lost is None), None)
@@ -229,6 +251,7 @@ class Agent:
         self._control.watch(sock, functools.partial(self._lost, path, sock))
 
     def forget_peer(self, peer: Peer) -> None:
+        """Stop watching the connections of a peer that closes; used by ``Peer.close``."""
         with self._lock:
             self._peers.discard(peer)
         for sock in peer._path.sockets():
@@ -251,6 +274,8 @@ class Agent:
 
         Args:
             timeout: Seconds to wait for the first one if there is none.
+
+        Never raises: a peer that is lost is found by ``Peer.lost`` and by its transfers.
         """
         found = self._inbox.pop()
         if found is None and timeout > 0:
@@ -270,6 +295,8 @@ class Agent:
         Args:
             timeout: Seconds, default the agent's.
             match: Returns True for the notification that is wanted; others stay in their order.
+
+        Never raises by itself; exceptions of ``match`` pass through.
         """
         inbox = self._inbox
         if match is None and not inbox.queue and (fields := inbox.take_fields()):

@@ -33,7 +33,7 @@ class PortInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerInfo:
-    """What a rank has prepared for one peer.
+    """Queue pairs and memory that a rank has prepared for one peer.
 
     Attributes:
         qps: (queue pair number, first packet number); pair i is on device ``i % len(ports)``.

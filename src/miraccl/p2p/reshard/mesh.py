@@ -101,12 +101,20 @@ class Mesh:
 
     @classmethod
     def from_dtensor(cls, tensor: Any) -> Mesh:
-        """Return the mesh of a DTensor: its device mesh and placements."""
+        """Return the mesh of a DTensor: its device mesh and placements.
+
+        Args:
+            tensor: A ``torch.distributed.tensor.DTensor``.
+
+        Raises:
+            InvalidUsage: A placement is neither sharded nor replicated.
+        """
         mesh = tensor.device_mesh.mesh
         return cls(tuple(mesh.shape), tuple(tensor.placements), mesh.flatten().tolist())
 
     @property
     def nranks(self) -> int:
+        """Number of ranks."""
         return len(self.ranks)
 
     def coordinates(self) -> Iterator[tuple[int, tuple[int, ...]]]:
@@ -114,7 +122,15 @@ class Mesh:
         return zip(self.ranks, itertools.product(*map(range, self.shape)), strict=True)
 
     def check(self, shape: tuple[int, ...], name: str) -> None:
-        """Raise ``InvalidUsage`` if an array of ``shape`` has no dimension that is sharded."""
+        """Check that an array has every dimension that is sharded.
+
+        Args:
+            shape: Shape of the array.
+            name: Name of the mesh for the error.
+
+        Raises:
+            InvalidUsage: A dimension is missing.
+        """
         for placement in self.placements:
             if isinstance(placement, Shard) and not -len(shape) <= placement.dim < len(shape):
                 raise InvalidUsage(
@@ -134,7 +150,7 @@ class Mesh:
         return tuple(box)
 
     def boxes(self, shape: tuple[int, ...]) -> dict[int, Box]:
-        """Return the part that each rank holds."""
+        """Return the part of an array of ``shape`` that each rank holds, by rank."""
         return {rank: self.box(coordinate, shape) for rank, coordinate in self.coordinates()}
 
 

@@ -112,4 +112,5 @@ class Versions:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of one version."""
         return int(math.prod(self._buffers[0].shape) * self._buffers[0].itemsize)

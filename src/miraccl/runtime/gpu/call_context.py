@@ -1,4 +1,4 @@
-"""How one call on GPU memory runs: its stream, in a group, in the background."""
+"""Context of a call on GPU memory: its stream, its group, in the background or not."""
 
 from __future__ import annotations
 

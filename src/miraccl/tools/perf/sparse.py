@@ -74,7 +74,7 @@ class SparseRow:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseJob:
-    """What the ranks measure."""
+    """Sizes, densities and repetitions that the ranks measure."""
 
     sizes: tuple[int, ...]
     dtype: str
