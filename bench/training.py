@@ -2,6 +2,7 @@
 
     python bench/training.py --ranks 2,4 --out training-DATE
     python bench/training.py --ranks 2 --device cuda --size large
+    python bench/training.py --ranks 2 --device cuda --model mlp --parallel ddp --bucket-mb 0.3
 
 Starts its own ranks; under ``torchrun`` it is one of them. Several variants ("arms") of summing the
 same gradients train their own copy of the same model from the same weights on the same batches.
@@ -67,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="gpt,resnet", help="gpt, resnet or both")
+    parser.add_argument("--model", default="gpt,resnet", help="of gpt, resnet, mlp")
     parser.add_argument("--parallel", default="ddp,fsdp2", help="ddp, fsdp2 or both")
     parser.add_argument(
         "--ranks",
@@ -82,6 +83,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=6, help="steps in a row before the next arm has its turn"
     )
+    parser.add_argument("--bucket-mb", type=float, default=4, help="size of DDP's buckets, in MB")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every arm")
     parser.add_argument("--json", help="file for the raw record")
     add_output_option(parser)

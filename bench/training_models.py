@@ -1,4 +1,4 @@
-"""Models and batches of ``training.py``: a small GPT and a ResNet-like network.
+"""Models and batches of ``training.py``: a small GPT, a ResNet-like network and a deep MLP.
 
 Every rank builds the same weights from one seed and draws its batch of a step from (rank, step), so
 a training can be repeated bit by bit. The numbers of elements of all parameters are multiples of
@@ -15,11 +15,15 @@ from torch import nn
 from torch.nn import functional
 
 VOCABULARY, CLASSES = 256, 16
+MLP_LAYERS, MLP_WIDTH = 64, 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Size of a model; ``image`` is the side in pixels, ``context`` the length in tokens."""
+    """Size of a model; ``image`` is the side in pixels, ``context`` the length in tokens.
+
+    The MLP has one size: its step is bound by the host.
+    """
 
     gpt_layers: int
     gpt_width: int
@@ -137,7 +141,27 @@ class ResNet(nn.Module):
         return self.logits(x.mean((2, 3)))
 
 
-MODELS = {"gpt": Gpt, "resnet": ResNet}
+class Mlp(nn.Module):
+    """Vectors (batch, MLP_WIDTH) -> logits (batch, CLASSES).
+
+    Kernels of its small layers take less time than their launches, so a step is bound by the host:
+    it shows what a backend's calls cost.
+    """
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Linear(MLP_WIDTH, MLP_WIDTH, bias=False) for _ in range(MLP_LAYERS)
+        )
+        self.logits = nn.Linear(MLP_WIDTH, CLASSES, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = x + functional.relu(block(x))
+        return self.logits(x)
+
+
+MODELS = {"gpt": Gpt, "resnet": ResNet, "mlp": Mlp}
 
 
 def make_model(name: str, size: Size) -> Any:
@@ -149,7 +173,7 @@ def make_model(name: str, size: Size) -> Any:
 def make_batch(name: str, size: Size, rank: int, step: int) -> tuple[Any, Any]:
     """Return inputs and targets of a rank's step.
 
-    Counting modulo VOCABULARY for the GPT, tinted noise for the ResNet.
+    Counting modulo VOCABULARY for the GPT, tinted noise for the ResNet, noise for the MLP.
     """
     source = torch.Generator().manual_seed(1_000_003 * (rank + 1) + step)
     if name == "gpt":
@@ -160,6 +184,8 @@ def make_batch(name: str, size: Size, rank: int, step: int) -> tuple[Any, Any]:
         tokens = (start + stride * torch.arange(size.context + 1)) % VOCABULARY
         return tokens[:, :-1], tokens[:, 1:].contiguous()
     labels = torch.randint(CLASSES, (size.batch,), generator=source)
+    if name == "mlp":
+        return torch.randn(size.batch, MLP_WIDTH, generator=source), labels
     tints = torch.randn(CLASSES, 3, 1, 1, generator=torch.Generator().manual_seed(1))
     return (
         tints[labels] + torch.randn(size.batch, 3, size.image, size.image, generator=source),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from training_models import SIZES, Size, loss_of, make_batch, make_model
+from training_models import SIZES, loss_of, make_batch, make_model
 
 import miraccl.torch  # noqa: F401  (registers the backend)
 from miraccl.schedule.catalog import register
@@ -36,10 +36,6 @@ from miraccl.schedule.steps import (
     send,
 )
 from miraccl.types import Collective
-
-BUCKET_MB = (
-    4  # DDP's buckets: several per model, so that communication and the backward pass overlap
-)
 
 # ---- orders of additions
 
@@ -139,13 +135,13 @@ def group_of(arm: str) -> Any:
         return dist.new_group(backend=backend)
 
 
-def spread(model: Any, arm: str, parallel: str, device: Any) -> Any:
+def spread(model: Any, arm: str, parallel: str, device: Any, bucket_mb: float) -> Any:
     """Return the model wrapped in DDP or FSDP2 over the arm's group."""
     if arm == "none":
         return model
     group, ordered = group_of(arm), arm.endswith(":rank_order")
     if parallel == "ddp":
-        ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=BUCKET_MB)
+        ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket_mb)
         if ordered:
             ddp.register_comm_hook(group, rank_ordered_hook)
         return ddp
@@ -162,9 +158,13 @@ def spread(model: Any, arm: str, parallel: str, device: Any) -> Any:
 class Training:
     """One arm's copy of the model, its position and its results."""
 
-    def __init__(self, arm: str, name: str, parallel: str, size: Size, device: Any) -> None:
+    def __init__(
+        self, arm: str, name: str, parallel: str, device: Any, options: argparse.Namespace
+    ) -> None:
+        size = SIZES[options.size]
         self.arm, self.name, self.size, self.device = arm, name, size, device
-        self.model = spread(make_model(name, size).to(device), arm, parallel, device)
+        model = make_model(name, size).to(device)
+        self.model = spread(model, arm, parallel, device, options.bucket_mb)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
         self.losses: list[float] = []
         self.blocks: list[list[float]] = []
@@ -208,7 +208,7 @@ def compare(options: argparse.Namespace, name: str, parallel: str) -> dict[str, 
     if options.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    trainings = [Training(arm, name, parallel, SIZES[options.size], device) for arm in options.arms]
+    trainings = [Training(arm, name, parallel, device, options) for arm in options.arms]
     for turn in range(options.rounds):
         for training in trainings if turn % 2 == 0 else reversed(trainings):
             dist.barrier()  # of the default group: nobody is behind in another arm

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from miraccl.graph.channel_graph import GraphKind, graph_from_json
+from miraccl.graph.channel_graph import graph_from_json
 from miraccl.graph.connect import SearchedDomain
+from miraccl.graph.kinds import GraphKind
 from miraccl.topo.records import GpuNode, System
 from miraccl.topo.system_json import paths_from_json, system_from_json
 from tests.topo.golden import DATA, LARGER, GoldenCase, golden_cases

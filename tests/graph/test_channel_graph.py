@@ -13,14 +13,13 @@ from miraccl.errors import TopologyError
 from miraccl.graph.channel_graph import (
     MAX_CHANNELS,
     ChannelGraph,
-    GraphKind,
-    Pattern,
     graph_from_json,
     graph_to_json,
     graphs_from_xml,
     graphs_to_xml,
     start_graph,
 )
+from miraccl.graph.kinds import GraphKind, Pattern
 from miraccl.topo.records import GpuNode, NetNode, PathType, System, f32
 from tests.graph.golden import sample
 from tests.topo.golden import GoldenCase

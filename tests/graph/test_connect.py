@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from miraccl.errors import InvalidUsage
 from miraccl.graph.channel_count import ChannelCountInputs, count_channels
-from miraccl.graph.channel_graph import ChannelGraph, GraphKind, Pattern
+from miraccl.graph.channel_graph import ChannelGraph
 from miraccl.graph.connect import Connections, SearchedDomain, connect, connections_to_json
+from miraccl.graph.kinds import GraphKind, Pattern
 from miraccl.graph.plan_settings import ConnectSettings
 from miraccl.graph.rank_layout import RankLayout
 from miraccl.graph.rings import build_rings

@@ -15,13 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from miraccl.errors import TopologyError
-from miraccl.graph.channel_graph import (
-    ChannelGraph,
-    GraphKind,
-    Pattern,
-    graph_to_json,
-    graphs_to_xml,
-)
+from miraccl.graph.channel_graph import ChannelGraph, graph_to_json, graphs_to_xml
+from miraccl.graph.kinds import GraphKind, Pattern
 from miraccl.graph.search import End, Origin, SearchResult, SearchSettings, Stop, search_channels
 from miraccl.graph.search.explain import explain_search
 from miraccl.graph.search.kernel.state import ChannelSearchState

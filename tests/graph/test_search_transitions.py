@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miraccl.errors import TopologyError
-from miraccl.graph.channel_graph import GraphKind, Pattern
+from miraccl.graph.kinds import GraphKind, Pattern
 from miraccl.graph.search.kernel import order, transitions
 from miraccl.graph.search.kernel.state import CURRENT, ChannelSearchState
 from miraccl.graph.search.nets import candidate_nets, preferred_nets

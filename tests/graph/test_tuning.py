@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from miraccl.errors import InvalidUsage
-from miraccl.graph.channel_graph import ChannelGraph, GraphKind, Pattern
+from miraccl.graph.channel_graph import ChannelGraph
 from miraccl.graph.connect import connect
+from miraccl.graph.kinds import GraphKind, Pattern
 from miraccl.graph.plan_settings import ConnectSettings, TuningSettings
 from miraccl.graph.tuning import TuningModel, build_model
 from miraccl.graph.tuning_choice import (

@@ -7,7 +7,7 @@ import io
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,26 +27,39 @@ def test_compilation_does_not_count_against_the_measuring_limit(
     wanted = CpuConstants(switch_us=3.25)
     order: list[object] = []
 
-    def measure() -> str:
-        order.append("measured")
-        return f"{wanted.to_json()}\n"
+    @contextlib.contextmanager
+    def started() -> Iterator[None]:
+        order.append("started")
+        yield
+        order.append("ended")
+
+    def output_of(process: None) -> tuple[list[str], str]:
+        order.append("limited")
+        return [f"{wanted.to_json()}\n"], ""
 
     monkeypatch.setattr(native, "library", order.append)
     monkeypatch.setattr(tuning, "fold_kernel", lambda *kernel: order.append(kernel))
-    monkeypatch.setattr(tuning, "_run_measurement", measure)
+    monkeypatch.setattr(tuning, "_measuring_process", started)
+    monkeypatch.setattr(tuning, "_output_of", output_of)
     assert tuning._measure() == wanted
-    assert order == [ENGINE, (DType.FLOAT32, RedOp.SUM), "measured"]
+    assert order == ["started", ENGINE, (DType.FLOAT32, RedOp.SUM), "limited", "ended"]
+
+
+#: Constants that a measurement prints before it takes too long.
+MEASURED_FIRST = CpuConstants(loop_copy=True, single_copy_from=1 << 20)
 
 
 @pytest.fixture
 def slow_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[int]]:
-    """Replace the measurement by two processes that do not end; return a function for their
-    pids.
+    """Replace the measurement by two processes that print a step and do not end.
+
+    Return a function for their pids.
     """
     program = tmp_path / "slow"
     program.write_text(
-        f"#!/bin/sh\nsleep 60 &\necho $$ $! >> {tmp_path}/pids\nmv {tmp_path}/pids "
-        f"{tmp_path}/started\nwait\n"
+        f"#!/bin/sh\necho '{MEASURED_FIRST.to_json()}'\nprintf '{{\"cut\"'\n"
+        f"sleep 60 &\necho $$ $! >> {tmp_path}/pids\n"
+        f"mv {tmp_path}/pids {tmp_path}/started\nwait\n"
     )
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
@@ -77,10 +90,10 @@ def test_a_measurement_that_is_too_slow_is_ended_and_not_repeated_at_once(
     monkeypatch: pytest.MonkeyPatch, slow_measurement: Callable[[], list[int]]
 ) -> None:
     load_constants = tuning.load_constants.__wrapped__
-    assert load_constants() == CpuConstants()
+    assert load_constants() == MEASURED_FIRST
     _await_end(slow_measurement())
     monkeypatch.setattr(tuning, "_measure", lambda: pytest.fail("measured again"))
-    assert load_constants() == CpuConstants()  # another rank, or the next process
+    assert load_constants() == MEASURED_FIRST  # another rank, or the next process
     wanted = CpuConstants(switch_us=3.25)
     monkeypatch.setattr(tuning, "_measure", lambda: wanted)
     monkeypatch.setattr(tuning, "RETRY_AFTER_S", 0.0)
@@ -107,13 +120,15 @@ def test_an_interrupted_measurement_leaves_no_process(
     assert cache.read(tuning.FAILURE_FILE) is None
 
 
-@pytest.mark.parametrize("content", [b"", b"nonsense", b"nan", b"1e99", b"-1e99"])
+@pytest.mark.parametrize(
+    "content", [b"", b"nonsense", b"nan", b"1e99", b"-1e99", b"\xff", b"0.0", b"0.0\n[]"]
+)
 def test_a_damaged_note_of_a_failure_does_not_count(
     content: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MIRACCL_CACHE_DIR", str(tmp_path))
     cache.write(tuning.FAILURE_FILE, content)
-    assert not tuning._failed_recently()
+    assert tuning._recent_failure() is None
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Measurement of this machine: the constants of ``planning.cost_model``, in one or two seconds.
 
-``python -m miraccl.api.measure`` starts two ranks that run real operations, writes the
-constants to the cache and prints them; the first communicator of a machine runs it. Each figure is
+``python -m miraccl.api.measure`` starts two ranks that run real operations, prints the constants
+after each step, a line of JSON each, and writes the last ones to the cache; the first communicator
+of a machine runs it. Each figure is
 the least disturbed of several repetitions. A repetition in which a rank waited for a core does not
 count, so a busy machine gets more of them (at most ``RETRY_FACTOR`` times as many).
 """
@@ -21,12 +22,14 @@ import numpy as np
 
 from miraccl import clock
 from miraccl.api.communicator import Communicator
+from miraccl.bootstrap.hub import create_hub
 from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.executor.cpu.context import call_kernel, fold_kernel
 from miraccl.executor.cpu.kernels import layout
+from miraccl.native import cache
 from miraccl.planning.cost_model import CpuConstants
+from miraccl.planning.tuning import CACHE_FILE, MEASURED_FOLD, MEASURING_VARIABLE
 from miraccl.runtime.engine_state import SHARED_CORES
-from miraccl.types import DType, RedOp
 
 SINGLE_COPY_SIZES = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
 RETRY_FACTOR = 6
@@ -82,7 +85,7 @@ def best_us(action: Callable[[], None], budget_s: float) -> float:
 
 def measure_folds(constants: CpuConstants) -> CpuConstants:
     """Measure the bandwidth of reducing two vectors into one of them, capped by that of copies."""
-    fold = fold_kernel(DType.FLOAT32, RedOp.SUM)
+    fold = fold_kernel(*MEASURED_FOLD)
     keep = np.zeros(layout.FOLD_BLOCK, np.int64)
     folds = []
     for size, copy in zip(constants.sizes, constants.copy, strict=True):
@@ -146,11 +149,22 @@ def _best_collective_us(comm: Communicator, action: Callable[[], None], repeats:
     return best * 1e6
 
 
-def measure_ranks(comm: Communicator, constants: CpuConstants) -> CpuConstants:
-    """Measure bandwidth and latency between two ranks, and when a single copy is faster."""
+def measure_ranks(
+    comm: Communicator, constants: CpuConstants, report: Callable[[CpuConstants], None]
+) -> CpuConstants:
+    """Measure bandwidth and latency between two ranks, and when a single copy is faster.
+
+    ``report`` is called after each step, the ones with the largest effect on plans first.
+    """
     loop = _loop_copies_pay(comm)
     comm._core.context.set(layout.CTX_LOOP_COPY, int(loop))
-    constants = replace(constants, loop_copy=loop)
+    constants = replace(constants, loop_copy=loop, single_copy_from=_single_copy_from(comm))
+    report(constants)
+    swaps = _swapping_slots_pays(comm)
+    constants = replace(
+        constants, swap_slots=swaps, exchange_copy_from=_exchange_copy_from(comm, swaps)
+    )
+    report(constants)
     copies = []
     for size in constants.sizes:
         x = np.zeros(size // 2 // 4, np.float32)  # the working set is one vector on each side
@@ -162,7 +176,13 @@ def measure_ranks(comm: Communicator, constants: CpuConstants) -> CpuConstants:
         )
     small = np.zeros(1, np.float32)
     latency = _best_collective_us(comm, _round_trips(comm, small, 200), 8) / 400
-    single, swaps = _single_copy_from(comm), _swapping_slots_pays(comm)
+    constants = replace(constants, copy=tuple(copies), latency_us=round(latency, 4))
+    report(constants)
+    return replace(constants, switch_us=round(_switch_us(comm, small), 3))
+
+
+def _switch_us(comm: Communicator, small: np.ndarray) -> float:
+    """Return the time until a rank runs that waits for the core of the other one."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[:1])
     for word, value in (
@@ -171,15 +191,10 @@ def measure_ranks(comm: Communicator, constants: CpuConstants) -> CpuConstants:
         (layout.CTX_MIGRATE, 0),
     ):
         comm._core.context.set(word, value)
-    switch = _best_collective_us(comm, _round_trips(comm, small, 50), 5) / 100
-    os.sched_setaffinity(0, cores)
-    constants = replace(
-        constants, copy=tuple(copies), latency_us=round(latency, 4), switch_us=round(switch, 3)
-    )
-    exchange = _exchange_copy_from(comm, swaps)
-    return replace(
-        constants, single_copy_from=single, exchange_copy_from=exchange, swap_slots=swaps
-    )
+    try:
+        return _best_collective_us(comm, _round_trips(comm, small, 50), 5) / 100
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def _single_copy_from(comm: Communicator) -> int:
@@ -314,11 +329,8 @@ def _swapping_slots_pays(comm: Communicator) -> bool:
 
 def main() -> None:
     """Fork a second rank, measure with it, store and print the constants."""
-    from miraccl.bootstrap.hub import create_hub
-    from miraccl.native import cache
-    from miraccl.planning.tuning import CACHE_FILE, MEASURING_VARIABLE
-
     _die_with_parent(int(os.environ.get(MEASURING_VARIABLE, os.getppid())))
+    fold_kernel(*MEASURED_FOLD)  # while the parent compiles the engine
     unique_id, root = create_hub()
     parent, child = os.getpid(), os.fork()
     if child == 0:
@@ -328,10 +340,9 @@ def main() -> None:
         finally:
             os._exit(0)
     try:
-        constants = _rank(unique_id, 0)
-        constants = measure_folds(constants)
+        constants = measure_folds(_rank(unique_id, 0))
         cache.write(CACHE_FILE, constants.to_json().encode())
-        sys.stdout.write(constants.to_json() + "\n")
+        _print(constants)
     finally:
         root.close()
         os.waitpid(child, 0)
@@ -347,7 +358,12 @@ def _die_with_parent(parent: int) -> None:
 
 def _rank(unique_id: UniqueId, rank: int) -> CpuConstants:
     with Communicator(2, unique_id, rank, timeout=20.0, algo="", proto="") as comm:
-        return measure_ranks(comm, CpuConstants())
+        return measure_ranks(comm, CpuConstants(), _print if rank == 0 else lambda _: None)
+
+
+def _print(constants: CpuConstants) -> None:
+    sys.stdout.write(constants.to_json() + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+# miraccl.p2p loads the transports of agents, which most programs do not use: imported when called.
 from miraccl import clock
 from miraccl.errors import CollectiveTimeout, InvalidUsage
-from miraccl.p2p.arrays import memory_of
-from miraccl.p2p.descriptors import RemoteMemory
-from miraccl.wire.auth import SECRET_BYTES
 
 if TYPE_CHECKING:
     from miraccl.p2p.agent import Agent
+    from miraccl.p2p.descriptors import RemoteMemory
     from miraccl.p2p.notify import Notification
     from miraccl.p2p.peer import Peer
     from miraccl.p2p.registration import Registration
@@ -155,6 +154,8 @@ class OneSided:
         self, kind: str, x: Any, peer: int, window: Window, offset: int, signal: int | None
     ) -> Transfer:
         self._opened(kind)
+        from miraccl.p2p.arrays import memory_of
+
         memory = memory_of(x, "x", kind)
         remote = window.remotes[self._checked(peer)]
         if offset < 0 or offset + memory.nbytes > remote.nbytes:
@@ -186,11 +187,11 @@ class OneSided:
         """Make the agent of this rank at the first window; collective."""
         comm: Any = self
         if self._agent is None:
+            from miraccl.p2p.agent import Agent
+            from miraccl.wire.auth import SECRET_BYTES
+
             secret = np.frombuffer(clock.random_bytes(SECRET_BYTES), np.uint8).copy()
             secret = comm.broadcast(secret, root=0)
-            # Imported late: it loads the transports of agents, which most programs do not use.
-            from miraccl.p2p.agent import Agent
-
             self._agent = Agent(
                 f"rank-{self.rank}", secret=secret.tobytes(), timeout=comm._core.session.timeout
             )
@@ -200,6 +201,8 @@ class OneSided:
 
     def _gather_descriptors(self, descriptor: bytes) -> list[RemoteMemory]:
         """Return the descriptors of all ranks; collective."""
+        from miraccl.p2p.descriptors import RemoteMemory
+
         comm: Any = self
         line = len(descriptor).to_bytes(2, "little") + descriptor
         mine = np.frombuffer(line.ljust(_DESCRIPTOR_BYTES, b"\0"), np.uint8).copy()

@@ -11,13 +11,13 @@ The JSON is section ``graphs`` of the reference results. The XML is NCCL's (``NC
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree
 
 from miraccl.errors import TopologyError
+from miraccl.graph.kinds import GraphKind, Pattern
 from miraccl.topo.records import GpuNode, PathType, System, f32
 from miraccl.topo.system_json import number
 
@@ -30,38 +30,6 @@ GRAPH_XML_VERSION = 1
 # in single precision.
 MIN_SPEED, MAX_SPEED = 1e-6, 1e6
 MAX_LATENCY = 1e9
-
-
-class GraphKind(enum.IntEnum):
-    """The five searches of a communicator, numbered by NCCL's graph id."""
-
-    RING = 0
-    TREE = 1
-    COLLNET_CHAIN = 2
-    NVLS = 3
-    COLLNET_DIRECT = 4
-
-    @property
-    def label(self) -> str:
-        return self.name.lower()
-
-    @property
-    def uses_collnet(self) -> bool:
-        return self in (GraphKind.COLLNET_CHAIN, GraphKind.COLLNET_DIRECT)
-
-
-class Pattern(enum.IntEnum):
-    """Shape of a channel inside a node.
-
-    The three tree patterns differ in which GPUs exchange data with the network.
-    """
-
-    BALANCED_TREE = 1  # parent and one child on the first GPU, the other child on the second
-    SPLIT_TREE = 2  # parent on the first GPU, children on the second
-    TREE = 3  # parent and children on the first GPU
-    RING = 4
-    NVLS = 5
-    COLLNET_DIRECT = 6
 
 
 @dataclass(frozen=True, kw_only=True)

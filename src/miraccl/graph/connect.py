@@ -21,8 +21,9 @@ import numpy as np
 
 from miraccl.errors import InvalidUsage
 from miraccl.graph.channel_count import ChannelCount, ChannelCountInputs, count_channels
-from miraccl.graph.channel_graph import ChannelGraph, GraphKind, Pattern
+from miraccl.graph.channel_graph import ChannelGraph
 from miraccl.graph.collnet import MAX_DIRECT_RANKS, CollnetPlan, connect_chain, connect_direct
+from miraccl.graph.kinds import GraphKind, Pattern
 from miraccl.graph.nvls import NvlsPlan, connect_nvls, nvls_channel_count, unique_heads
 from miraccl.graph.p2p_channels import P2pChannels, count_p2p_channels
 from miraccl.graph.plan_settings import ConnectSettings

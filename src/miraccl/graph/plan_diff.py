@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from miraccl.graph import tuning_constants as k
-from miraccl.graph.channel_graph import ChannelGraph, GraphKind
+from miraccl.graph.channel_graph import ChannelGraph
 from miraccl.graph.format import format_bytes, format_time
+from miraccl.graph.kinds import GraphKind
 from miraccl.graph.plan import Plan
 from miraccl.graph.search.explain import describe_limit
 from miraccl.graph.tuning import Estimate, TuningModel

@@ -18,9 +18,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from miraccl.graph import tuning_constants as k
-from miraccl.graph.channel_graph import ChannelGraph, GraphKind
+from miraccl.graph.channel_graph import ChannelGraph
 from miraccl.graph.connect import Connections
 from miraccl.graph.format import format_bytes, format_time
+from miraccl.graph.kinds import GraphKind
 from miraccl.graph.plan import Plan
 from miraccl.graph.plan_offload import find_offloads
 from miraccl.graph.search.explain import explain_search

@@ -13,15 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miraccl.errors import TopologyError
-from miraccl.graph.channel_graph import (
-    MAX_CHANNELS,
-    ChannelGraph,
-    GraphKind,
-    Pattern,
-    graph_from_json,
-    graph_to_json,
-)
+from miraccl.graph.channel_graph import MAX_CHANNELS, ChannelGraph, graph_from_json, graph_to_json
 from miraccl.graph.connect import connections_to_json
+from miraccl.graph.kinds import GraphKind, Pattern
 from miraccl.graph.plan import Plan, PlanRequest, plan_from_graphs
 from miraccl.graph.search import SearchResult
 from miraccl.graph.tuning_choice import tuning_to_json

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miraccl.errors import TopologyError
-from miraccl.graph.channel_graph import Pattern
+from miraccl.graph.kinds import Pattern
 from miraccl.graph.rank_layout import Int32Array, RankLayout
 
 TREE_ARITY = 3

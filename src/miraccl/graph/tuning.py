@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from miraccl.graph import tuning_constants as k
-from miraccl.graph.channel_graph import GraphKind, Pattern
+from miraccl.graph.kinds import GraphKind, Pattern
 from miraccl.graph.plan_settings import TuningSettings
 from miraccl.graph.tuning_constants import Hardware, NcclAlgorithm
 from miraccl.graph.tuning_filter import Constraint, parse_constraints

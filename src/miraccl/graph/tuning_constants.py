@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-from miraccl.graph.channel_graph import GraphKind
+from miraccl.graph.kinds import GraphKind
 from miraccl.types import Collective, Protocol
 
 Triple = tuple[float, float, float]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from miraccl.graph.channel_graph import ChannelGraph, GraphKind
+from miraccl.graph.channel_graph import ChannelGraph
 from miraccl.graph.connect import Connections
+from miraccl.graph.kinds import GraphKind
 from miraccl.graph.tuning_constants import Generation
 from miraccl.topo.records import CpuArch, CpuVendor, NodeType, System, f32
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from miraccl.graph import tuning_constants as k
-from miraccl.graph.channel_graph import GraphKind
+from miraccl.graph.kinds import GraphKind
 from miraccl.graph.plan_settings import TuningSettings
 from miraccl.graph.tuning_constants import NcclAlgorithm
 from miraccl.graph.tuning_inputs import TuningInputs

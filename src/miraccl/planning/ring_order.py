@@ -113,7 +113,7 @@ def _search_cached(
 
 def _search(machine: XmlNode, request: Any) -> dict[str, Any]:
     """Search the ring graph; GPUs joined only by the network follow each other by group."""
-    from miraccl.graph.channel_graph import GraphKind
+    from miraccl.graph.kinds import GraphKind
     from miraccl.graph.search import search_channels
     from miraccl.topo.analyse import analyse_topology
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 from miraccl import clock, native, trace
 from miraccl.executor.cpu.context import ENGINE, fold_kernel
@@ -20,6 +21,7 @@ FAILURE_FILE = "cpu-constants-5.failed"  # time of the last measurement that fai
 MEASURING_VARIABLE = "MIRACCL_MEASURING"  # set in the measuring processes: their parent's pid
 EXPECTED_S = 4.0  # two idle cores of an AMD EPYC 9004, 2.6 GHz
 LIMIT_S = 8.0
+MEASURED_FOLD = (DType.FLOAT32, RedOp.SUM)  # reduction whose bandwidth is measured
 RETRY_AFTER_S = 600.0  # processes that start within this time of a failure use defaults
 
 
@@ -43,10 +45,7 @@ def load_constants() -> CpuConstants:
     if found is not None or os.environ.get(MEASURING_VARIABLE):
         return found or CpuConstants()
     with cache.lock("measure"):
-        found = _cached()
-        if found is None and _failed_recently():
-            return CpuConstants()
-        return found or _measure()
+        return _cached() or _recent_failure() or _measure()
 
 
 def prepare() -> CpuConstants:
@@ -56,42 +55,51 @@ def prepare() -> CpuConstants:
     return constants
 
 
-def _failed_recently() -> bool:
-    """Return True if a measurement of this machine failed and is not to be repeated yet."""
+def _recent_failure() -> CpuConstants | None:
+    """Return what a failed measurement found, None if it is time to measure again."""
+    failed, _, constants = (
+        (cache.read(FAILURE_FILE) or b"").decode(errors="replace").partition("\n")
+    )
     try:
-        failed = float(cache.read(FAILURE_FILE) or b"nan")
-    except ValueError:
-        return False
-    # The clock starts anew with the machine; then the time of a failure is ahead, or long ago.
-    return 0 <= clock.monotonic() - failed < RETRY_AFTER_S
+        # The clock starts anew with the machine; then the time of a failure is ahead, or long ago.
+        if 0 <= clock.monotonic() - float(failed) < RETRY_AFTER_S:
+            return CpuConstants.from_json(constants)
+    except (ValueError, TypeError):
+        pass
+    return None
 
 
 def _measure() -> CpuConstants:
-    # Compiled here: on a slow machine that may take longer than the limit of the child, which needs
-    # these two kernels.
-    native.library(ENGINE)
-    fold_kernel(DType.FLOAT32, RedOp.SUM)
+    found, reason = CpuConstants(), "no output"
     try:
-        with progress.show("measuring this machine", EXPECTED_S):
-            return CpuConstants.from_json(_run_measurement().strip().splitlines()[-1])
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        cache.write(FAILURE_FILE, repr(clock.monotonic()).encode())
-        reason = (
-            f"not finished after {LIMIT_S:.0f} s, as on a busy machine"
-            if isinstance(error, subprocess.TimeoutExpired)
-            else str(error)
-        )
-        trace.logger("tuning").warning(
-            "cannot measure this machine: %s; defaults are used, and the next process after %.0f "
-            "minutes tries again",
-            reason,
-            RETRY_AFTER_S / 60,
-        )
-        return CpuConstants()
+        with _measuring_process() as process:
+            # Both need the engine and this reduction. The child starts with the reduction, so that
+            # two cores compile; a lock in the cache makes each wait for what the other compiles.
+            # Compiling may take longer than LIMIT_S on a slow machine: the limit begins after it.
+            native.library(ENGINE)
+            fold_kernel(*MEASURED_FOLD)
+            with progress.show("measuring this machine", EXPECTED_S):
+                output, reason = _output_of(process)
+        if output:
+            found = CpuConstants.from_json(output[-1])
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    if not reason:
+        return found
+    cache.write(FAILURE_FILE, f"{clock.monotonic()!r}\n{found.to_json()}".encode())
+    trace.logger("tuning").warning(
+        "cannot measure %s: %s; defaults are used, and the next process after %.0f minutes tries "
+        "again",
+        "this machine completely" if found != CpuConstants() else "this machine",
+        reason,
+        RETRY_AFTER_S / 60,
+    )
+    return found
 
 
-def _run_measurement() -> str:
-    """Run the measuring processes and return their output; none is left when this ends."""
+@contextlib.contextmanager
+def _measuring_process() -> Iterator[subprocess.Popen[str]]:
+    """Start ``miraccl.api.measure``; neither it nor its children are left when the block ends."""
     environ = {
         name: value
         for name, value in os.environ.items()
@@ -100,9 +108,8 @@ def _run_measurement() -> str:
     if "MIRACCL_CACHE_DIR" in os.environ:
         environ["MIRACCL_CACHE_DIR"] = os.environ["MIRACCL_CACHE_DIR"]
     environ[MEASURING_VARIABLE] = str(os.getpid())
-    command = [sys.executable, "-m", "miraccl.api.measure"]
     with subprocess.Popen(
-        command,
+        [sys.executable, "-m", "miraccl.api.measure"],
         env=environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -111,11 +118,22 @@ def _run_measurement() -> str:
         start_new_session=True,  # a process group that can be killed as a whole
     ) as process:
         try:
-            output, errors = process.communicate(timeout=LIMIT_S)
+            yield process
         finally:  # also at a KeyboardInterrupt, and for a second rank whose first one died
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode:
-        last = errors.strip().splitlines()[-1:] or [f"exit status {process.returncode}"]
-        raise OSError(last[0])
-    return output
+
+
+def _output_of(process: subprocess.Popen[str]) -> tuple[list[str], str]:
+    """Return the complete lines of the measuring process, and the reason if it did not end well."""
+    try:
+        output, errors = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        reason = f"not finished after {LIMIT_S:.0f} s, as on a busy machine"
+    else:
+        reason = ""
+        if process.returncode:
+            reason = (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+    return [line for line in output.splitlines(keepends=True) if line.endswith("\n")], reason

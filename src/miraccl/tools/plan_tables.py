@@ -12,8 +12,8 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from miraccl.graph.channel_graph import Pattern
 from miraccl.graph.format import format_bytes, format_time
+from miraccl.graph.kinds import Pattern
 
 Json = Mapping[str, Any]
 

@@ -20,13 +20,15 @@ import os
 import socket as _socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from miraccl.deadline import Deadline
 from miraccl.transport import fifo
-from miraccl.wire.proxy_records import Loss
 
-OnLost = Callable[[int, Loss], None]
+if TYPE_CHECKING:
+    from miraccl.wire.proxy_records import Loss
+
+OnLost: TypeAlias = "Callable[[int, Loss], None]"
 """``on_lost(peer, loss)``: called once per lost peer, possibly on the proxy's thread; must be quick
 and must not raise."""
 Wake = Callable[[int], None]

@@ -7,7 +7,8 @@ which walks to run, ``kernel`` runs one walk on the arrays that ``state_builder`
 
 from __future__ import annotations
 
-from miraccl.graph.channel_graph import ChannelGraph, GraphKind, graphs_from_xml, start_graph
+from miraccl.graph.channel_graph import ChannelGraph, graphs_from_xml, start_graph
+from miraccl.graph.kinds import GraphKind
 from miraccl.graph.search.passes import SearchContext, search_graph
 from miraccl.graph.search.report import (
     End,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from miraccl.graph.channel_graph import GraphKind, Pattern
+from miraccl.graph.kinds import GraphKind, Pattern
 from miraccl.graph.search.report import (
     Duplication,
     End,

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from miraccl.graph.channel_graph import ChannelGraph, GraphKind, Pattern, start_graph
+from miraccl.graph.channel_graph import ChannelGraph, start_graph
+from miraccl.graph.kinds import GraphKind, Pattern
 from miraccl.graph.search.kernel.state import BEST, CURRENT, ChannelSearchState
 from miraccl.graph.search.report import (
     Duplication,

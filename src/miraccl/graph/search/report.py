@@ -16,7 +16,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from miraccl.graph.channel_graph import ChannelGraph, GraphKind, Pattern
+from miraccl.graph.channel_graph import ChannelGraph
+from miraccl.graph.kinds import GraphKind, Pattern
 from miraccl.topo.records import LinkType, PathType
 
 

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from miraccl.graph.channel_graph import ChannelGraph, Pattern
+from miraccl.graph.channel_graph import ChannelGraph
+from miraccl.graph.kinds import Pattern
 from miraccl.graph.search.report import SaturatedLink
 from miraccl.topo.records import Path, PathTable, System
 
