@@ -78,6 +78,32 @@ def random_cases(
     return sorted(algorithms)
 
 
+def failing_scan() -> str:
+    """Let the scan of the second piece fail on rank 0; return the error of each rank."""
+    from tests.runtime.sweep_ranks import act_as_hosts
+
+    act_as_hosts(1)
+    sparse.MIN_PIECE_BYTES = 1 << 20
+    scan, calls = sparse.PieceScanner._scan, []
+
+    def fail(scanner: sparse.PieceScanner, number: int) -> None:
+        calls.append(number)
+        if number == 1:
+            raise MemoryError("of the test")
+        scan(scanner, number)
+
+    with miraccl.init(timeout=60) as comm:
+        if comm.rank == 0:
+            vars(sparse)["PieceScanner"] = type("Failing", (sparse.PieceScanner,), {"_scan": fail})
+        x = np.zeros(1 << 20, np.float32)
+        x[comm.rank] = 1
+        try:
+            comm.all_reduce_sparse(x)
+        except MiracclError as error:
+            return str(error)
+        return f"no error after {calls}"
+
+
 def different_arguments(fields: list[str]) -> list[str]:
     """Return the errors of ranks that pass different values of one argument, for each of them."""
     return [_different(field) for field in fields]

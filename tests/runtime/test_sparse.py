@@ -32,6 +32,12 @@ def test_same_bits_over_hosts() -> None:
     assert "sparse_two_shot" in used[0]
 
 
+def test_a_scan_fails() -> None:
+    """All ranks raise the error of a scanning thread; none waits for its bitmap."""
+    for text in run_ranks(sparse_ranks.failing_scan, 2):
+        assert "the scan of the array failed: MemoryError('of the test')" in text
+
+
 def test_arguments_differ() -> None:
     fields = ["count", "dtype", "operator", "block", "density"]
     for texts in run_ranks(sparse_ranks.different_arguments, 2, fields):

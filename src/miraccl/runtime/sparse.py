@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from miraccl import clock
-from miraccl.errors import CollectiveMismatch, InvalidUsage
+from miraccl.errors import CollectiveMismatch, InvalidUsage, SystemFailure
 from miraccl.executor.cpu import row_lists
 from miraccl.executor.cpu.lower import Run, Words
 from miraccl.native.hashing import mix
@@ -137,15 +137,24 @@ class PieceScanner:
         self._bitmaps = [np.empty(words + 1, np.int64) for words in self._words]
         self._done = [clock.event() for _ in pieces]
         self._ended, self._thread = False, None
+        self._error: BaseException | None = None
         if len(pieces) > 1:
             self._thread = clock.thread(self._scan_all, name="miraccl sparse scan")
             self._thread.start()
 
     def bitmap(self, number: int) -> Words:
-        """Return the bitmap of a piece when it has been scanned."""
+        """Return the bitmap of a piece when it has been scanned.
+
+        Raises:
+            SystemFailure: The scan failed in its thread.
+        """
         if self._thread is None:
             self._scan(number)
         self._done[number].wait()
+        if self._error is not None:
+            raise SystemFailure(
+                f"cannot run {NAME}: the scan of the array failed: {self._error!r}", op=NAME
+            ) from self._error
         return self._bitmaps[number][: self._words[number]]
 
     def _scan(self, number: int) -> None:
@@ -154,9 +163,14 @@ class PieceScanner:
         self._done[number].set()
 
     def _scan_all(self) -> None:
-        for number in range(len(self._pieces)):
-            if not self._ended:
-                self._scan(number)
+        try:
+            for number in range(len(self._pieces)):
+                if not self._ended:
+                    self._scan(number)
+        except BaseException as error:
+            self._error = error  # the caller raises it
+            for done in self._done:
+                done.set()
 
     def __enter__(self) -> PieceScanner:
         return self
@@ -239,7 +253,11 @@ class SparseReducer:
         with PieceScanner(pieces) as scanner:
             for number, piece in enumerate(pieces):
                 level = sums[0].level if sums else None
-                sums.append(self._sum(piece, scanner.bitmap(number), in_window, level))
+                try:
+                    bitmap = scanner.bitmap(number)
+                except SystemFailure as error:
+                    raise core.faults.propagate(error) from error.__cause__
+                sums.append(self._sum(piece, bitmap, in_window, level))
         self._report(call, sums, where)
         return call.dense.result
 
@@ -303,6 +321,10 @@ class SparseReducer:
                 f" break-even density{where} after the scan is {limit:.1%}"
             )
         self._record(sums[-1].run, call, counts, limit, why, sum(times) if times else None)
+
+    def check_options(self, block: Any, density: Any) -> None:
+        """Check the options of a call on GPU memory; raise ``InvalidUsage`` if not allowed."""
+        check_options(block, density, DType.UINT8, self._core.planner.slot_bytes)
 
     def explain(
         self, nbytes: int, dtype: Any, density: float, block: int, in_window: bool
