@@ -25,6 +25,8 @@ from miraccl.types import Collective
 #: algorithm of whole chunks whose steps one segment follows
 DENSE_FORM = "two_shot"
 NAME = "sparse_two_shot"
+#: algorithm between GPUs of a host, and its name by rows
+DIRECT_FORM, DIRECT_NAME = "one_shot", "sparse_one_shot"
 #: Segments between a rank's rows and the sum, and between the sum and its receipt. Twice as many
 #: messages are in flight in a FIFO, which holds 8.
 AHEAD = 3
@@ -55,6 +57,17 @@ def build(nranks: int, segments: int = 1) -> Schedule:
         parts=nranks * segments,
     )
     return by_rows(whole, NAME)
+
+
+@lru_cache(maxsize=64)
+def build_one_shot(nranks: int) -> Schedule:
+    """Return the schedule in which every rank sends its rows to all and adds up the union.
+
+    Rows that only one rank has move as often as in ``two_shot`` by rows, n - 1 times, but in one
+    step: between GPUs of a host, where they are sent while the scan goes on, that is faster.
+    """
+    dense = catalog.build(DIRECT_FORM, Collective.ALL_REDUCE, nranks)
+    return by_rows(dense, DIRECT_NAME)
 
 
 def _overlapped(rank: int, nranks: int, segments: int) -> Iterator[Step]:

@@ -214,6 +214,11 @@ inline u64 atomic_add_lane0(u64* p, u32 lane) {
   return lane == 0 ? __atomic_fetch_add(p, 1, __ATOMIC_ACQ_REL) : 0;
 }
 inline void atomic_add(u64* p, u64 by) { __atomic_fetch_add(p, by, __ATOMIC_ACQ_REL); }
+inline u64 atomic_add_return(u64* p, u64 by) {
+  return __atomic_fetch_add(p, by, __ATOMIC_ACQ_REL);
+}
+inline uint4 load_once(const uint4* p) { return *p; }
+inline u32 count_bits(u32 x) { return (u32)__builtin_popcount(x); }
 inline u32 atomicCAS_system(u32* p, u32 old, u32 v) {
   __atomic_compare_exchange_n(p, &old, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
   return old;

@@ -46,6 +46,7 @@ STATE_LAUNCH, STATE_TICKET, STATE_SIGNATURES, STATE_MESSAGE_OPS = 0, 8, 16, 24
 STATE_WAIT_FAILED = 25  # not 0: a wait on this GPU has ended by an error
 #: Launch after which copies whose streams wait for peers are in progress, 0: none.
 STATE_COPIES = 26
+STATE_GATE = 27  # not 0: gated launches of this rank run
 OP_LOG_OFFSET = 1 * KIB
 OP_LOG_ENTRIES = 4  # launches that are recorded; blocks 0 of peers are at most one launch apart
 #: Needed ranks in the last word of an op record: one bit each, or this one for all. The launch
@@ -219,7 +220,7 @@ def common_defines(nranks: int) -> dict[str, int]:
     """Return the macros of every kernel."""
     names = (
         "WORD_STRIDE MAX_RANKS STATE_OFFSET STATE_LAUNCH STATE_TICKET STATE_SIGNATURES "
-        "STATE_WAIT_FAILED STATE_COPIES OP_LOG_OFFSET "
+        "STATE_WAIT_FAILED STATE_COPIES STATE_GATE OP_LOG_OFFSET "
         "OP_LOG_ENTRIES NEEDS_ALL_SHIFT PACKETS_OFFSET HALF_BYTES NO_RANK "
         "HOST_ABORT HOST_EXITED HOST_ERROR HOST_PEER HOST_AWAITED HOST_CLAIM HOST_LAUNCH "
         "HOST_SIGNATURE ERROR_TIMEOUT ERROR_MISMATCH ERROR_EXITED AWAIT_PACKET AWAIT_RESULT "
@@ -283,3 +284,38 @@ ROW_ARGS_WORDS, ROW_ARGS_ARRAYS = 10, 3
 def row_args_bytes(nranks: int) -> int:
     """Return the size of the argument of kernels on rows."""
     return 8 * (ROW_ARGS_WORDS + ROW_ARGS_ARRAYS * nranks)
+
+
+# ---- exchange of rows (source/row_exchange.cuh): a workspace per rank, a window of all ranks
+
+#: Bytes of a row, and of a chunk, the rows that a warp scans at a time. Half a warp's vectors are
+#: the smallest row that one store instruction sends as whole 128-byte lines.
+SPARSE_ROW_BYTES, SPARSE_CHUNK_BYTES = 256, 4096
+#: Head of the workspace: words that its rank writes, and per peer the operations that it has
+#: finished. The rank's own: operations finished, rows sent and rows summed in this one, ticket.
+SPARSE_FINISHED_OFFSET, SPARSE_SENT_OFFSET, SPARSE_SUMMED_OFFSET, SPARSE_TICKET_OFFSET = (
+    WORD_STRIDE * number for number in range(4)
+)
+#: Result of the last operation: its number, whether rows were summed, rows summed, then the rows
+#: of each rank.
+SPARSE_RESULT_OFFSET = 512
+SPARSE_RESULT = f"<QQQ{MAX_RANKS}Q"
+SPARSE_PEERS_OFFSET = 1024
+SPARSE_HEAD_BYTES = 4096
+#: Words of ``RowExchange`` after ``Args``, and one word per rank.
+SPARSE_WORDS = 3
+
+
+def row_exchange_bytes(nranks: int) -> int:
+    """Return the size of the argument of the kernels ``row_send`` and ``row_reduce``."""
+    return args_bytes(nranks) + 8 * (SPARSE_WORDS + nranks)
+
+
+def row_exchange_defines(nranks: int) -> dict[str, int]:
+    """Return the macros of source/row_exchange.cuh."""
+    names = (
+        "SPARSE_ROW_BYTES SPARSE_CHUNK_BYTES SPARSE_FINISHED_OFFSET SPARSE_SENT_OFFSET "
+        "SPARSE_SUMMED_OFFSET SPARSE_TICKET_OFFSET SPARSE_RESULT_OFFSET SPARSE_PEERS_OFFSET "
+        "SPARSE_HEAD_BYTES"
+    )
+    return _named(names) | {"ROW_EXCHANGE_BYTES": row_exchange_bytes(nranks)}

@@ -64,6 +64,8 @@ def kernel_spec(kernel: RowKernel, nranks: int, dtype: DType, op: RedOp = RedOp.
         op=op if folds else RedOp.SUM,
         reduces=folds,
         threads=LIST_THREADS if kernel is RowKernel.LIST else THREADS,
+        # 64 registers hold the vectors in flight
+        min_blocks=4 if kernel is RowKernel.SCAN else 1,
     )
 
 

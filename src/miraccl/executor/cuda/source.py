@@ -28,6 +28,8 @@ FAMILIES = {
     "row_gather": ("row_gather", ("rows.cuh",)),
     "row_scatter": ("row_scatter", ("rows.cuh",)),
     "row_fold": ("row_fold", ("rows.cuh",)),
+    "row_send": ("row_send", ("packets.cuh", "row_exchange.cuh")),
+    "row_reduce": ("row_reduce", ("packets.cuh", "row_exchange.cuh")),
 }
 CHAIN = ("acks.cuh", "chain.cuh")
 TREE = ("acks.cuh", "tree.cuh")
@@ -98,6 +100,8 @@ class KernelSpec:
         fanout: Threads per packet, one for each rank, if above 1.
         double_buffered: two_shot whose tiles alternate between the buffer halves.
         capacity: Argument bytes for messages, or number of steps.
+        gated: Of ``packets`` and ``steps``: do nothing unless the kernel before has opened the
+            gate (``row_exchange``).
     """
 
     family: str
@@ -114,6 +118,7 @@ class KernelSpec:
     fanout: int = 1
     double_buffered: bool = False
     capacity: int = 0
+    gated: bool = False
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES or (self.family == "packets") != (self.mode in PACKET_MODES):
@@ -171,7 +176,7 @@ class KernelSpec:
             if self.double_buffered
             else ""
         ]
-        parts += [f"r{self.capacity}" if self.capacity else ""]
+        parts += [f"r{self.capacity}" if self.capacity else "", "gated" if self.gated else ""]
         return "-".join(part for part in parts if part)
 
     @property
@@ -214,6 +219,7 @@ def write_source(spec: KernelSpec, arch: int, machine: str | None = None) -> str
         "SINGLE_TILE": int(spec.single_tile),
         "DOUBLE_BUFFERED": int(spec.double_buffered),
         "FANOUT": spec.fanout,
+        "GATED": int(spec.gated),
         f"TYPE_{dtype.name}": 1,
         f"OP_{spec.op.name}": 1,
     }
@@ -224,7 +230,10 @@ def write_source(spec: KernelSpec, arch: int, machine: str | None = None) -> str
             "BULK": int(spec.family == "bulk"),
             "CAPACITY_BYTES": spec.capacity,
         }
-    if spec.family.startswith("row_"):
+    if "row_exchange.cuh" in spec.files:
+        constants |= layout.row_exchange_defines(spec.nranks)
+        constants[f"KERNEL_{spec.entry.upper()}"] = 1
+    elif spec.family.startswith("row_"):
         constants["ROW_ARGS_BYTES"] = layout.row_args_bytes(spec.nranks)
         constants[f"KERNEL_{spec.entry.upper()}"] = 1
     if spec.mode:

@@ -167,6 +167,11 @@ __device__ __forceinline__ T own_element(const Args& a, T x) {
 
 #define WHOLE_WARP 0xffffffffu
 
+__device__ __forceinline__ u64 warp_of_grid() {
+  return ((u64)blockIdx.x * THREADS + threadIdx.x) / 32;
+}
+__device__ __forceinline__ u64 warps_of_grid() { return (u64)gridDim.x * THREADS / 32; }
+
 // ---- vectors: the unit of work of one thread, carried by a packet of 16 bytes (packets.cuh).
 // FRAME_PAIR packets hold 8 bytes of data, the others 16.
 

@@ -35,6 +35,7 @@ __device__ __forceinline__ void reduce_tile(const Args& a, const Geometry& g, co
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     packets(const __grid_constant__ Args a) {
+  END_IF_GATED(a);
   Geometry g = make_geometry();
   Workload w = work_of(a, g);
   g.tile = w.limit / w.tiles;  // warps have packets as a whole, or none

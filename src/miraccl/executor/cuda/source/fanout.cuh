@@ -27,6 +27,7 @@ __device__ __forceinline__ Vec vector_of_rank(const Vec& v, u32 src) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     packets(const __grid_constant__ Args a) {
+  END_IF_GATED(a);
   Geometry g = make_fanout_geometry();
   Workload w = work_of(a, g);
   u32 peer = threadIdx.x % FANOUT, i = g.first;

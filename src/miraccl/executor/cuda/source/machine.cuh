@@ -88,7 +88,32 @@ __device__ __forceinline__ void atomic_add(u64* p, u64 by) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0],%1;" ::"l"(p), "l"(by) : "memory");
 }
 
+// Add and return the value before.
+__device__ __forceinline__ u64 atomic_add_return(u64* p, u64 by) {
+  u64 v;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0,[%1],%2;"
+               : "=l"(v)
+               : "l"(p), "l"(by)
+               : "memory");
+  return v;
+}
+
 // ---- other memory
+
+// Load a vector that is read once and not written during this launch. Not volatile: the compiler
+// may have several in flight.
+__device__ __forceinline__ uint4 load_once(const uint4* p) {
+  uint4 v;
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(p));
+  return v;
+}
+__device__ __forceinline__ u32 count_bits(u32 x) {
+  u32 n;
+  asm("popc.b32 %0,%1;" : "=r"(n) : "r"(x));
+  return n;
+}
 
 // Load a word of this launch's message table. The asm keeps the compiler from merging this load
 // with one from the arguments, which are in another memory space.

@@ -66,6 +66,15 @@ __device__ __forceinline__ void set_launch(Geometry& g, u64 number) {
   g.mask_key = (u32)number * 0x85ebca6bu + 0x01234567u;
 }
 
+// A gated launch does nothing unless the kernel before it has opened the gate, which it does on all
+// ranks or on none (row_exchange.cuh). It then counts as no launch.
+#if GATED
+#define END_IF_GATED(a) \
+  if (load_word((u64*)((a).own + STATE_OFFSET) + STATE_GATE) == 0) return
+#else
+#define END_IF_GATED(a)
+#endif
+
 // Distribute the packets of a tile over the threads of all blocks.
 __device__ __forceinline__ Geometry make_geometry() {
   Geometry g;

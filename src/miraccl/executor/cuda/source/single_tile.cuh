@@ -11,6 +11,7 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     packets(const __grid_constant__ Args a) {
+  END_IF_GATED(a);
   Geometry g = make_geometry();
   Workload w = work_of(a, g);
   wait_previous_grid();

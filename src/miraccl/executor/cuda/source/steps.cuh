@@ -389,6 +389,7 @@ __device__ __forceinline__ void complete_step(const Args& a, const Geometry& g, 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     steps(const __grid_constant__ Program p) {
   const Args& a = p.a;
+  END_IF_GATED(a);
   __shared__ FifoCounts e;
   Geometry g = begin_launch(a);
   SpinWait spin = {0, 0, (u32)g.launch + 1};

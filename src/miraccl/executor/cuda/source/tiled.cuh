@@ -21,6 +21,7 @@ __device__ __forceinline__ u32 next_slot(const Args& a, u32 slot) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     packets(const __grid_constant__ Args a) {
+  END_IF_GATED(a);
   Geometry g = begin_launch(a);
   Workload w = work_of(a, g);
   SpinWait spin = {0, 0, (u32)g.launch + 1};

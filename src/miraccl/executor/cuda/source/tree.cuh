@@ -137,6 +137,7 @@ __device__ __forceinline__ void clear_acks(const Args& a, const Geometry& g,
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     packets(const __grid_constant__ Args a) {
+  END_IF_GATED(a);
   Geometry g = begin_launch(a);
   Workload w = work_of(a, g);
   SpinWait spin = {0, 0, (u32)g.launch + 1};
