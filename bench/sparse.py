@@ -3,7 +3,7 @@
     python bench/sparse.py one-host two-hosts coo --out sparse/MACHINE-DATE
     python bench/sparse.py networks --rate 1gbit                  # root: network namespaces
     python bench/sparse.py aggregators --hosts 4,8                # root: network namespaces
-    python bench/sparse.py --device cuda                          # kernels on rows, on a GPU
+    python bench/sparse.py --device cuda --gpus 2                 # sparse_cuda.py
 
 The array has ``--mib`` MiB of float32 in blocks of 256 elements, of which ``--density`` are not
 zero on each rank (the test of OmniReduce: 64 Mi elements, 1 %). Subjects run in turns in the same
@@ -28,24 +28,15 @@ from typing import Any
 
 import common
 import numpy as np
+import sparse_cuda
+from sparse_cuda import sparse_array
 
 BLOCK = 256
-LAUNCHES = 50  # of a kernel between two reads of the clock
 ROOT = Path(__file__).resolve().parents[1]
 PREFIX = "mcspar"  # of namespaces and links
 
 
 # ---- on a rank
-
-
-def sparse_array(rank: int, count: int, density: float) -> np.ndarray:
-    """Return float32 with ``density`` of its blocks not zero, others for each rank."""
-    rng = np.random.default_rng(rank + 1)
-    x = np.zeros(count, np.float32)
-    blocks = x[: count // BLOCK * BLOCK].reshape(-1, BLOCK)
-    held = np.flatnonzero(rng.random(len(blocks)) < density)
-    blocks[held] = rng.standard_normal((len(held), BLOCK)).astype(np.float32)
-    return x
 
 
 def slowest(comm: Any, seconds: float) -> float:
@@ -316,74 +307,13 @@ def with_ratio(rows: list[dict[str, Any]], base: str, own: str) -> list[dict[str
     return [{**row, "ratio": row[base] / row[own]} for row in rows]
 
 
-def gpu_scan(mib: int, repeats: int, density: float) -> list[dict[str, Any]]:
-    """Time scan, list, gather and scatter of one array on a GPU, each over many launches."""
-    from miraccl.executor.cpu import row_lists
-    from miraccl.executor.cuda.gpu import Gpu
-    from miraccl.executor.cuda.launch import KernelLaunch, Kernels
-    from miraccl.executor.cuda.plan import DevicePlan
-    from miraccl.executor.cuda.row_lowering import RowKernel, kernel_spec, pack_args
-    from miraccl.types import DType
-
-    gpu = Gpu(0)
-    kernels, stream = Kernels(gpu), gpu.make_stream()
-    x = sparse_array(0, (mib << 20) // 4, density)
-    row, words = 4 * BLOCK, row_lists.words_for(x.nbytes // (4 * BLOCK))
-    rows = np.flatnonzero(x.reshape(-1, BLOCK).any(axis=1)).astype(np.int64)
-    array, message, target = (gpu.allocate(n) for n in (x.nbytes, rows.size * row, x.nbytes))
-    bitmap, listed, found = (gpu.allocate(n) for n in (8 * words, 512 * words, 8))
-    gpu.copy_from_host(array, x.ctypes.data, x.nbytes, stream)
-    shared = {"row_bytes": row, "total_bytes": x.nbytes, "bitmap": (bitmap, words), "found": found}
-
-    def launch(kernel: RowKernel, blocks: int) -> Any:
-        spec = kernel_spec(kernel, 2, DType.FLOAT32)
-        plan = DevicePlan(
-            algo="rows", proto="", blocks=blocks, threads=spec.threads, unroll=1, reason="bench"
-        )
-        count = 0 if kernel is RowKernel.LIST else len(rows)
-        args = bytearray(pack_args(2, rows=(listed, count), **shared))
-        return KernelLaunch(gpu, kernels.function(spec), plan, blocks, args)
-
-    measured = []
-    for kernel, source, out in (
-        (RowKernel.SCAN, array, 0),
-        (RowKernel.LIST, 0, 0),
-        (RowKernel.GATHER, array, message),
-        (RowKernel.SCATTER, message, target),
-    ):
-        for per_sm in (1,) if kernel is RowKernel.LIST else (1, 4, 8):
-            blocks = 1 if kernel is RowKernel.LIST else per_sm * gpu.multiprocessors
-            run = launch(kernel, blocks)
-            times = []
-            for _ in range(repeats + 1):
-                run.run(source, out, stream)
-                gpu.synchronize()
-                start = time.perf_counter()
-                for _ in range(LAUNCHES):
-                    run.run(source, out, stream)
-                gpu.synchronize()
-                times.append((time.perf_counter() - start) / LAUNCHES * 1e6)
-            right = True
-            if kernel is RowKernel.LIST:
-                got = np.frombuffer(gpu.read(listed, rows.nbytes), np.int64)
-                count = int(np.frombuffer(gpu.read(found, 8), np.int64)[0])
-                right = count == len(rows) and bool((got == rows).all())
-            elif kernel is RowKernel.GATHER:
-                want = x.reshape(-1, BLOCK)[rows].tobytes()
-                right = gpu.read(message, len(want)) == want
-            measured.append(
-                {"kernel": kernel.value, "blocks": blocks, "us": statistics.median(times[1:]),
-                 "right": right}
-            )  # fmt: skip
-    return measured
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="*", help="one-host two-hosts coo networks aggregators")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     parser.add_argument("--options", help=argparse.SUPPRESS)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--gpus", type=int, default=1, help="ranks of --device cuda")
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--density", default="0.01,0.1,1.0")
     parser.add_argument("--repeats", type=int, default=5)
@@ -405,18 +335,23 @@ def main() -> None:
     text = [common.heading("Sparse sums and aggregators", machine)]
     sparse = {**options, "densities": [float(text) for text in args.sparse_density.split(",")]}
 
-    if args.device == "cuda":
-        for density in sparse["densities"]:
-            rows = gpu_scan(args.mib, args.repeats, density)
-            record[f"GPU, {args.mib} MiB, {density:.0%}"] = rows
-            text.append(table(f"rows on a GPU, {args.mib} MiB, density {density:.0%}", rows))
-
-    def add(title: str, found: dict[str, Any], base: str, own: str) -> None:
-        rows = with_ratio(found["rows"], base, own)
+    def add_rows(title: str, unit: str, rows: list[dict[str, Any]]) -> None:
         record[title] = rows
-        text.append(table(f"{title} (ms)", rows))
+        text.append(table(f"{title} ({unit})", rows))
         if args.out:  # a later part may take too long
             common.save(args.out, record, "\n".join(text))
+
+    if args.device == "cuda":
+        for density in sparse["densities"]:
+            rows = sparse_cuda.measure_kernels(args.mib, args.repeats, density)
+            add_rows(f"rows on a GPU, {args.mib} MiB, density {density:.0%}", "us", rows)
+        if args.gpus > 1:
+            shares = [float(text) for text in sparse_cuda.DENSITIES.split(",")]
+            got = sparse_cuda.measure_ranks(args.mib, args.repeats, shares, args.gpus)
+            add_rows(f"{args.gpus} {got['gpu']}, {args.mib} MiB", "us", got["rows"])
+
+    def add(title: str, found: dict[str, Any], base: str, own: str) -> None:
+        add_rows(title, "ms", with_ratio(found["rows"], base, own))
 
     for what in args.what:
         if what == "one-host":

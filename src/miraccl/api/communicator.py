@@ -258,8 +258,7 @@ class Communicator(
         Raises:
             InvalidUsage: An argument is not allowed.
         """
-        if self._is_sparse(collective, device):
-            rows = self.explain_sparse(nbytes, dtype, density=density, block=block)
+        if rows := self._explain_if_sparse(collective, nbytes, dtype, density, block, device):
             found: list[Candidate] = [*rows]
             return found
         kind, block_bytes, element = self._core.parse_explain_request(collective, nbytes, dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from miraccl.errors import InvalidUsage
@@ -68,13 +67,14 @@ class SparseCollectives(Dispatcher):
         schedule was taken if it was.
 
         Args:
-            x: Input, contiguous, in CPU memory, the same count and dtype on all ranks.
+            x: Input, contiguous, in CPU or GPU memory, the same count and dtype on all ranks. On
+                GPUs, which must be those of one host, it runs in the current stream.
             op: Reduction: a ``RedOp`` or a ``PreMulSum``.
             out: Output of the same count and dtype; None reduces in place.
             block: Elements of a block; None chooses among 256 bytes to 16 KiB. The same on all
-                ranks.
-            density: Expected share of blocks that are not zero, from 0 to 1; None takes a sample.
-                The same on all ranks.
+                ranks. GPUs always use blocks of 256 bytes.
+            density: Expected share of blocks that are not zero, from 0 to 1; None takes a sample,
+                or on GPUs scans. The same on all ranks.
             async_op: Return a ``Work`` at once and run in the background.
 
         Returns:
@@ -87,7 +87,11 @@ class SparseCollectives(Dispatcher):
                 is broken.
         """
         args = (x, op, out, block, density)
-        self._check_sparse_call(ALL_REDUCE_SPARSE, args)
+        self._check_no_group(ALL_REDUCE_SPARSE)
+        for array in (x, out):
+            if array is not None and is_gpu_array(array):
+                self._sparse().check_options(block, density)
+                return self._run_on_gpu(ALL_REDUCE_SPARSE, args, async_op, None, array)
         return self._sparse().reduce(args, async_op)
 
     def all_reduce_coo(
@@ -115,21 +119,22 @@ class SparseCollectives(Dispatcher):
             CollectiveTimeout, PeerDied, CommunicatorAborted: The operation failed; the communicator
                 is broken.
         """
-        self._check_sparse_call(ALL_REDUCE_COO, (indices, values, size))
+        for array in (indices, values):
+            if is_gpu_array(array):
+                raise InvalidUsage(
+                    f"cannot run {ALL_REDUCE_COO.name}: an array is in GPU memory; allowed is CPU"
+                    " memory",
+                    rank=self.rank,
+                    hint="all_reduce and all_reduce_sparse take GPU memory",
+                )
+        self._check_no_group(ALL_REDUCE_COO)
         if self._coo_reducer is None:
             from miraccl.runtime.coo import CooReducer  # late: few programs need it
 
             self._coo_reducer = CooReducer(self._core)
         return self._coo_reducer.reduce(indices, values, size, async_op)
 
-    def _check_sparse_call(self, spec: OpSpec, args: Sequence[Any]) -> None:
-        for array in (args[position] for position in spec.array_positions):
-            if array is not None and is_gpu_array(array):
-                raise InvalidUsage(
-                    f"cannot run {spec.name}: an array is in GPU memory; allowed is CPU memory",
-                    rank=self.rank,
-                    hint="all_reduce takes GPU memory",
-                )
+    def _check_no_group(self, spec: OpSpec) -> None:
         if groups.current() is not None:
             raise InvalidUsage(
                 f"cannot run {spec.name} inside a group: it is more than one operation",
@@ -162,14 +167,25 @@ class SparseCollectives(Dispatcher):
         """
         return self._sparse().explain(nbytes, dtype, density, block, in_window)
 
-    @staticmethod
-    def _is_sparse(collective: Any, device: Any) -> bool:
-        """Return True for the sparse sum, which ``explain_sparse`` explains on CPU memory."""
+    def _explain_if_sparse(
+        self,
+        collective: Any,
+        nbytes: int,
+        dtype: Any,
+        density: float,
+        block: int,
+        device: Any,
+    ) -> list[SparseCandidate]:
+        """Return the candidates if ``collective`` is the sparse sum, else an empty list."""
         if collective != ALL_REDUCE_SPARSE.name:
-            return False
-        if str(device) != "cpu":
-            raise InvalidUsage(f"explain: {collective} on device {device!r}; allowed is CPU memory")
-        return True
+            return []
+        if str(device) == "cpu":
+            return self.explain_sparse(nbytes, dtype, density=density, block=block)
+        self._sparse().check_options(block, density)
+        _, nbytes, element = self._core.parse_explain_request("all_reduce", nbytes, dtype)
+        gpu = self._gpu_by_name(device, "explain")
+        with gpu.device_guard():
+            return gpu.explain_rows(nbytes, element, density)
 
     def _sparse(self) -> SparseReducer:
         if self._sparse_reducer is None:

@@ -7,7 +7,7 @@ plans it and possibly compiles.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from miraccl.executor.cuda.copies import CopyLaunch, WindowPosition
@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from miraccl.planning.cta_limits import CtaLimits
     from miraccl.planning.device_planner import DevicePlanner
     from miraccl.planning.ring_order import RingOrder
+    from miraccl.planning.sparse_planner import SparseCandidate
+    from miraccl.runtime.gpu.row_sums import RowSums
     from miraccl.runtime.gpu.windows import DeviceWindows
-    from miraccl.transport.cuda_p2p import Explanation, SymmetricMemory
+    from miraccl.transport.cuda_p2p import Explanation, SymmetricMemory, WindowMemory
 
 AnyLaunch = KernelLaunch | OneSidedLaunch | CopyLaunch | StagedLaunch
 
@@ -54,6 +56,7 @@ class CollectiveCalls(DeviceOperations):
     _windows: DeviceWindows | None
     _same_window_offset: bool
     _fast_path: CudaFastPath
+    _row_sums: RowSums | None = None
 
     if TYPE_CHECKING:
 
@@ -61,6 +64,9 @@ class CollectiveCalls(DeviceOperations):
         def retain(self, views: Sequence[DeviceMemory], number: int) -> None: ...
         def connections(self) -> Explanation: ...
         def _run_blocks(self, call: CheckedDeviceCall, stream: Any) -> None: ...
+        def set_last_plan(self, read: Callable[[], DevicePlan]) -> None: ...
+        def stream_handle(self, stream: Any) -> int: ...
+        def _open_workspace(self, nbytes: int) -> WindowMemory: ...
 
     def _execute(self, call: CheckedDeviceCall, stream: Any) -> None:
         if call.spec.uneven or call.spec.fast_form is FastForm.ROOTED:
@@ -115,6 +121,40 @@ class CollectiveCalls(DeviceOperations):
             enqueued = True
         if enqueued and (source.keep is not None or target.keep is not None):
             self.retain([source, target], self._fast_path.stream)
+
+    def _reduce_rows(
+        self, call: CheckedDeviceCall, block: int | None, density: float | None, stream: Any
+    ) -> None:
+        name, source, target = call.spec.name, call.source, call.target
+        self.check(name)
+        if self.nranks == 1 or call.count == 0 or self.ctas.copy_engines_only:
+            self._run(Collective.ALL_REDUCE, source, target, call.count, call.operator, 0, stream)
+            return
+        request = self.request(Collective.ALL_REDUCE, source.dtype, call.count, call.operator)
+        with self.gpu.device_guard():
+            launch = self._find_row_sums().find_launch(
+                request, call.operator, block or 0, density, self.stream_handle(stream)
+            )
+        number = self.enter_operation(name, stream, launch.threads > SMALL_THREADS)
+        launch.run(source.address, target.address, number)
+        self.set_last_plan(launch.last_plan)
+        self.retain([source, target], number)
+
+    def _find_row_sums(self) -> RowSums:
+        if self._row_sums is None:
+            from miraccl.runtime.gpu.row_sums import RowSums  # late: few programs need it
+
+            self._row_sums = RowSums(
+                self._kernels, self._comm_args, self._open_workspace, self.symmetric.all_direct
+            )
+        return self._row_sums
+
+    def explain_rows(self, nbytes: int, dtype: DType, density: float) -> list[SparseCandidate]:
+        """Return rows and the dense sum for a sparse all-reduce, the chosen one first."""
+        from miraccl.planning import device_rows  # late: few programs need it
+
+        request = self.request(Collective.ALL_REDUCE, dtype, nbytes // dtype.itemsize)
+        return device_rows.explain(request, density, self.symmetric.all_direct)
 
     @contextlib.contextmanager
     def any_window_offset(self) -> Iterator[None]:

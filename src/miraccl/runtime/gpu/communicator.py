@@ -13,8 +13,8 @@ another stream waits for the previous call. Waiting kernels poll an abort word a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from miraccl.errors import CollectiveTimeout, CommunicatorClosed, InvalidUsage, MiracclError
 from miraccl.executor.cuda import layout
@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     from miraccl.fastpath.fast_calls import FastCalls
     from miraccl.runtime.gpu.launch_order import LaunchOrders
     from miraccl.runtime.gpu.windows import DeviceWindows
-    from miraccl.transport.cuda_p2p import Explanation
+    from miraccl.transport.cuda_p2p import Explanation, WindowMemory
+
+Result = TypeVar("Result")
 
 
 class DeviceCommunicator(CollectiveCalls, MessageOperations, FastPathGroupable):
@@ -86,7 +88,7 @@ class DeviceCommunicator(CollectiveCalls, MessageOperations, FastPathGroupable):
             options,
             stages,
             global_ranks=global_ranks,
-            launches=lambda: [*self._launches.items(), *self._engines.launches()],
+            launches=self._all_launches,
         )
         self.gpu, self.symmetric, self.probe = owned.gpu, owned.symmetric, owned.probe
         self.planner = owned.planner
@@ -101,7 +103,8 @@ class DeviceCommunicator(CollectiveCalls, MessageOperations, FastPathGroupable):
         self._messages, self._fast_path = paths.messages, paths.fast_path
         self.streams = paths.streams
         self.fast = self._fast_path.fast_calls(OPS.values())
-        self._plan: DevicePlan | None = None  # of the last operation on the slow path
+        #: plan of the last operation on the slow path, or a function that reads it from the GPU
+        self._plan: DevicePlan | Callable[[], DevicePlan] | None = None
         if self.ctas.copy_engines_only and self.nranks > 1:
             self.faults.monitor_copies(self._engines, self.probe.pending_copies)
         #: name of this rank's GPU work in the wait-for graph
@@ -129,10 +132,36 @@ class DeviceCommunicator(CollectiveCalls, MessageOperations, FastPathGroupable):
         if self._windows is None:
             self._windows = self._resources.open_windows()
             self._drop_launches()  # operations into windows may run another algorithm
-        stages = SetupPhases(self.session, activity="empty on GPUs")
+        windows = self._windows
+        return self._run_setup(
+            "empty on GPUs", lambda stages: windows.empty(shape, dtype, self._plane, stages)
+        )
+
+    def _open_workspace(self, nbytes: int) -> WindowMemory:
+        """Allocate memory for sparse sums on every rank, collectively."""
+
+        def open_together(stages: SetupPhases) -> WindowMemory:
+            mine = str(nbytes).encode()
+            every = self._plane.run_control_op(stages.activity, "gpu rows", mine, stages.deadline)
+            for rank, theirs in enumerate(every):
+                if theirs != mine:
+                    raise InvalidUsage(
+                        f"cannot make the workspaces of a sparse sum: rank {rank} needs"
+                        f" {theirs.decode()} bytes, this rank {nbytes}",
+                        rank=self.rank,
+                        peer=rank,
+                        hint="all ranks pass arrays of the same count and dtype",
+                    )
+            return self.symmetric.window(nbytes, stages)
+
+        return self._run_setup("all_reduce_sparse on GPUs", open_together)
+
+    def _run_setup(self, activity: str, run: Callable[[SetupPhases], Result]) -> Result:
+        """Run a collective set-up of memory; abort if ranks do not arrive."""
+        stages = SetupPhases(self.session, activity=activity)
         try:
             with self._plane.cancel_on_fault(stages), stages.cancel_on_loss():
-                return self._windows.empty(shape, dtype, self._plane, stages)
+                return run(stages)
         except CollectiveTimeout as error:
             # A rank that arrives later would wait for the ranks that have given up.
             self.abort(str(error))
@@ -146,12 +175,22 @@ class DeviceCommunicator(CollectiveCalls, MessageOperations, FastPathGroupable):
     @property
     def last_plan(self) -> DevicePlan | None:
         """Plan of the last operation."""
-        launch = self._fast_path.last
-        return self._plan if launch is None else launch.last_plan
+        launch, plan = self._fast_path.last, self._plan
+        if launch is not None:
+            return launch.last_plan
+        if not callable(plan):
+            return plan
+        with self.device_guard():
+            return plan()
 
     @last_plan.setter
     def last_plan(self, plan: DevicePlan | None) -> None:
         self._plan = plan
+        self._fast_path.clear_last()
+
+    def set_last_plan(self, read: Callable[[], DevicePlan]) -> None:
+        """Set a function that returns the plan of the last operation, which the GPU chooses."""
+        self._plan = read
         self._fast_path.clear_last()
 
     def connections(self) -> Explanation:
@@ -197,7 +236,15 @@ class DeviceCommunicator(CollectiveCalls, MessageOperations, FastPathGroupable):
 
     def memory(self) -> dict[str, int]:
         """Return the bytes that this rank holds: on its GPU, of these in windows, and pinned."""
-        return self._resources.memory()
+        found = self._resources.memory()
+        if self._row_sums is not None:
+            found["device"] += self._row_sums.nbytes
+        return found
+
+    def _all_launches(self) -> list[tuple[tuple[Any, ...], Any]]:
+        """Return the prepared launches by (collective, dtype, count, operator, root)."""
+        rows = self._row_sums.launches() if self._row_sums is not None else []
+        return [*self._launches.items(), *self._engines.launches(), *rows]
 
     # ---- failure and end
 
@@ -285,6 +332,8 @@ class DeviceCommunicator(CollectiveCalls, MessageOperations, FastPathGroupable):
         self.faults.close()
         self._launches.clear()
         if all_closed:
+            if self._row_sums is not None:
+                self._row_sums.close()
             self._resources.close_windows()
             self._paths.close()
             self._resources.close()

@@ -18,10 +18,13 @@ from miraccl.fastpath.fast_calls import FastCalls
 from miraccl.ops import spec
 from miraccl.ops.check import CheckedCall, Transfer, check, check_transfers
 from miraccl.ops.device_arrays import DeviceMemory, DeviceReader
-from miraccl.ops.spec import OpSpec
+from miraccl.ops.spec import FastForm, OpSpec
 from miraccl.runtime.gpu.call_context import CallContext
 from miraccl.runtime.group import Group
-from miraccl.types import Collective, Operator, RedOp
+from miraccl.types import Collective, DType, Operator, RedOp
+
+if TYPE_CHECKING:
+    from miraccl.planning.sparse_planner import SparseCandidate
 
 SUM = RedOp.SUM
 CheckedDeviceCall = CheckedCall[DeviceMemory]
@@ -95,7 +98,8 @@ class DeviceOperations:
 
     def execute(self, op: OpSpec, args: Sequence[Any], stream: Any = None) -> Any:
         """Run a call in ``stream`` at once: by its fast path, or else checked."""
-        if not self.fast.entry(op.name)(*op.fast_call_arguments(args, False, stream)):
+        fast = op.fast_form is not FastForm.NONE
+        if fast and not self.fast.entry(op.name)(*op.fast_call_arguments(args, False, stream)):
             return op.result(args, self.rank)
         return self._run_checked(op, args, stream)
 
@@ -111,7 +115,10 @@ class DeviceOperations:
         except InvalidUsage as error:
             error.rank = self.rank
             raise
-        self._execute(call, stream)
+        if op is spec.ALL_REDUCE_SPARSE:
+            self._reduce_rows(call, op.get(args, "block"), op.get(args, "density"), stream)
+        else:
+            self._execute(call, stream)
         return call.result
 
     def check_call(self, op: OpSpec, args: Sequence[Any]) -> CheckedDeviceCall:
@@ -137,6 +144,25 @@ class DeviceOperations:
     def _execute(self, call: CheckedDeviceCall, stream: Any) -> None:
         """Run a checked collective in ``stream``."""
         raise NotImplementedError
+
+    def _reduce_rows(
+        self, call: CheckedDeviceCall, block: int | None, density: float | None, stream: Any
+    ) -> None:
+        """Run a checked sparse all-reduce in ``stream``; other arguments as for the call."""
+        raise InvalidUsage(
+            f"cannot run {call.spec.name} on GPU memory: the ranks are on several hosts; allowed"
+            " are GPUs of one host",
+            rank=self.rank,
+            hint="all_reduce runs over hosts, and all_reduce_sparse on CPU memory",
+        )
+
+    def explain_rows(self, nbytes: int, dtype: DType, density: float) -> list[SparseCandidate]:
+        """Return rows and the dense sum for a sparse all-reduce, the chosen one first."""
+        raise InvalidUsage(
+            "cannot explain all_reduce_sparse on GPU memory: the ranks are on several hosts;"
+            " allowed are GPUs of one host",
+            rank=self.rank,
+        )
 
     def stream_handle(self, stream: Any) -> int:
         """Return the driver handle of a stream argument; None means the current stream."""
