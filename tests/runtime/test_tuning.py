@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import subprocess
 import sys
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from miraccl import native
+from miraccl import clock, native
+from miraccl.api import measure
 from miraccl.executor.cpu.context import ENGINE
 from miraccl.native import cache
 from miraccl.planning import tuning
@@ -139,3 +141,18 @@ def test_cache_size_from_sysfs(text: str, nbytes: int, monkeypatch: pytest.Monke
     """The default applies if sysfs has no size, as on some emulated machines."""
     monkeypatch.setattr(host_facts, "open", lambda path: io.StringIO(text), raising=False)
     assert host_facts.last_level_cache_bytes() == nbytes
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_copies_that_alias_pages_are_found(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A destination 16 bytes further into its page is compared with one half a page further."""
+    now, distances = [0.0], set()
+
+    def copy(dst: int, src: int, nbytes: int) -> None:
+        distances.add((dst - src) % 4096)
+        now[0] += 10.0 if slow and (dst - src) % 4096 == 16 else 1.0
+
+    monkeypatch.setattr(ctypes, "memmove", copy)
+    monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
+    assert measure.copies_alias_pages() is slow
+    assert distances == {16, 2048}

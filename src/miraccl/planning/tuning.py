@@ -16,8 +16,8 @@ from miraccl.native import cache, progress
 from miraccl.planning.cost_model import CpuConstants
 from miraccl.types import DType, RedOp
 
-CACHE_FILE = "cpu-constants-5.json"
-FAILURE_FILE = "cpu-constants-5.failed"  # time of the last measurement that failed
+CACHE_FILE = "cpu-constants-6.json"
+FAILURE_FILE = "cpu-constants-6.failed"  # time of the last measurement that failed
 MEASURING_VARIABLE = "MIRACCL_MEASURING"  # set in the measuring processes: their parent's pid
 EXPECTED_S = 4.0  # two idle cores of an AMD EPYC 9004, 2.6 GHz
 LIMIT_S = 8.0
@@ -88,10 +88,9 @@ def _measure() -> CpuConstants:
         return found
     cache.write(FAILURE_FILE, f"{clock.monotonic()!r}\n{found.to_json()}".encode())
     trace.logger("tuning").warning(
-        "cannot measure %s: %s; defaults are used, and the next process after %.0f minutes tries "
-        "again",
-        "this machine completely" if found != CpuConstants() else "this machine",
+        "cannot measure this machine: %s; %s, and the next process after %.0f minutes tries again",
         reason,
+        "defaults are used" if found == CpuConstants() else "defaults are used for the rest",
         RETRY_AFTER_S / 60,
     )
     return found
