@@ -127,6 +127,11 @@ class Algorithm:
             raise ScheduleError(
                 f"algorithm {self.name!r} returned a {type(schedule).__name__}, not a Schedule"
             )
+        if schedule.shards:
+            raise ScheduleError(
+                f"algorithm {self.name!r} returned a re-sharding, which is no"
+                f" {collective.label}: its schedule has shards"
+            )
         if (schedule.collective, schedule.nranks, schedule.root) != (collective, nranks, root):
             got = f"{schedule.collective.label} over {schedule.nranks} ranks, root {schedule.root}"
             raise ScheduleError(

@@ -15,6 +15,9 @@ of rows, and a reference names those rows of its chunk that one table lists (``s
 Like the counts of uneven operations, the lists are arguments of a run. So are the extents of a
 transfer between two ranks, whose sizes are arbitrary (``schedule.transfer_schedule``).
 
+Shards: in a broadcast with ``shards`` each chunk has ranks of its own that hold it at the start,
+and ranks that need it at the end: a re-sharding of an array (``schedule.reshard_schedule``).
+
 =============== ============ =============
 collective      input blocks output blocks
 =============== ============ =============
@@ -39,6 +42,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from miraccl.types import Collective
 
@@ -242,6 +246,18 @@ class Step:
         return [self.recv_peer] if self.op.receives and self.recv_peer is not None else []
 
 
+class ChunkRanks(NamedTuple):
+    """Ranks of one chunk of a re-sharding, as bits.
+
+    Attributes:
+        holders: Ranks whose input has the chunk at the start.
+        targets: Ranks whose output must have it at the end.
+    """
+
+    holders: int
+    targets: int
+
+
 #: buffer that only the root of a rooted collective has
 ROOT_ONLY: dict[Collective, Buffer] = {
     Collective.BROADCAST: Buffer.INPUT,
@@ -278,6 +294,9 @@ class Schedule:
 
     ``aggregators``: participants beyond the ranks, numbered from ``nranks``. They have neither
     input nor output, only scratch, and contribute nothing.
+
+    ``shards``: for each chunk of a broadcast the ranks that hold it, and those that need it. Empty:
+    the root holds all chunks, and every rank needs them.
     """
 
     name: str
@@ -290,6 +309,7 @@ class Schedule:
     notes: tuple[str, ...] = field(default=(), compare=False)
     tables: tuple[int, ...] = ()
     aggregators: int = 0
+    shards: tuple[ChunkRanks, ...] = ()
 
     def __post_init__(self) -> None:
         if self.nranks < 1 or self.parts < 1 or not self.channels:
@@ -306,6 +326,22 @@ class Schedule:
                 raise ValueError(
                     f"schedule {self.name!r}: channel {number} has {len(channel)} ranks, not"
                     f" {self.participants}"
+                )
+        if self.shards:
+            self._check_shards()
+
+    def _check_shards(self) -> None:
+        if self.collective is not Collective.BROADCAST or len(self.shards) != self.parts:
+            raise ValueError(
+                f"schedule {self.name!r}: {len(self.shards)} shards of a"
+                f" {self.collective.label} of {self.parts} chunks; only a broadcast has shards, one"
+                " for each chunk"
+            )
+        for chunk, ranks in enumerate(self.shards):
+            if not 0 <= ranks.holders | ranks.targets < 1 << self.nranks:
+                raise ValueError(
+                    f"schedule {self.name!r}: shard {chunk} has a rank that is not in"
+                    f" 0..{self.nranks - 1}"
                 )
 
     @property
@@ -332,9 +368,10 @@ class Schedule:
         """Return the number of chunks of ``buffer`` on ``rank``.
 
         Only the root has the input of a broadcast or scatter and the output of a reduce or gather.
-        Aggregators have scratch only.
+        With shards every rank has an input, of which it holds some chunks. Aggregators have scratch
+        only.
         """
-        if rank != self.root and buffer is ROOT_ONLY.get(self.collective):
+        if rank != self.root and buffer is ROOT_ONLY.get(self.collective) and not self.shards:
             return 0
         if rank >= self.nranks and buffer is not Buffer.SCRATCH:
             return 0

@@ -391,6 +391,8 @@ class _ChannelProof:
         """
         memory = self.memory
         wanted = memory.expected[cell]
+        if wanted is None and memory.scratch_part[cell] < 0:
+            raise StepViolation(f"stores {symbol} in {memory.name(cell)}, which does not need it")
         if wanted is None:
             if symbol.chunk % self.schedule.parts != memory.scratch_part[cell]:
                 raise StepViolation(

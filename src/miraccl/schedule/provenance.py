@@ -142,13 +142,29 @@ class ProofMemory:
         for rank, cells in enumerate(layout):
             ninp, nout, nscratch = cells.sizes
             inp, out, scratch = self.bases[rank]
-            self.symbols[inp : inp + ninp] = [Symbol(chunk, 1 << rank) for chunk in range(ninp)]
-            self.expected[out : out + nout] = [
-                expected_symbol(schedule, rank, chunk) for chunk in range(nout)
-            ]
+            if schedule.shards:
+                self._enter_shards(rank)
+            else:
+                self.symbols[inp : inp + ninp] = [Symbol(chunk, 1 << rank) for chunk in range(ninp)]
+                self.expected[out : out + nout] = [
+                    expected_symbol(schedule, rank, chunk) for chunk in range(nout)
+                ]
             self.scratch_part[scratch : scratch + nscratch] = [
                 chunk % schedule.parts for chunk in range(nscratch)
             ]
+
+    def _enter_shards(self, rank: int) -> None:
+        """Enter the chunks that a rank holds, and those that it needs.
+
+        All holders of a chunk have the same: that of the array, which counts as the root's.
+        """
+        inp, out, _ = self.bases[rank]
+        for chunk, ranks in enumerate(self.schedule.shards):
+            symbol = Symbol(chunk, 1 << self.schedule.root)
+            if ranks.holders >> rank & 1:
+                self.symbols[inp + chunk] = symbol
+            if ranks.targets >> rank & 1:
+                self.expected[out + chunk] = symbol
 
     def cells(self, rank: int, ref: Ref) -> range:
         start = self.bases[rank][ref.buffer] + ref.index

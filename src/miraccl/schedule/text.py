@@ -13,7 +13,8 @@
 A step consists of its primitive and those of its operands it has: ``src``, ``-> dst``, ``from``
 recv_peer, ``to`` send_peer, ``peers``. ``input[4+2]`` denotes chunks 4 and 5, ``input[4]@1`` the
 rows of chunk 4 that table 1 lists; lines such as ``table 1 ranks 0 2`` after the notes define the
-tables. Indentation is free, ``#`` starts a comment. ``parse(dump(s)) == s`` for every schedule.
+tables. Lines such as ``shard 4 ranks 0 2 to 3`` say that ranks 0 and 2 hold chunk 4 and rank 3
+needs it. Indentation is free, ``#`` starts a comment. ``parse(dump(s)) == s`` for every schedule.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 from miraccl.errors import ScheduleError
-from miraccl.schedule.ir import Buffer, Op, Ref, Schedule, Step
+from miraccl.schedule.ir import Buffer, ChunkRanks, Op, Ref, Schedule, Step
 from miraccl.types import Collective
 
 T = TypeVar("T")
@@ -38,6 +39,7 @@ _BUFFERS = {buffer.name.lower(): buffer for buffer in Buffer}
 _COLLECTIVES = {collective.label: collective for collective in Collective}
 _REF = re.compile(r"(input|output|scratch)\[(\d{1,9})(?:\+(\d{1,9}))?\](?:@(\d{1,9}))?")
 _TABLE = re.compile(r"(\d{1,9}) ranks((?: \d{1,9})+)")
+_SHARD = re.compile(r"(\d{1,9}) ranks((?: \d{1,9})*) to((?: \d{1,9})*)")
 _HEADER = re.compile(r'("(?:[^"\\]|\\.)*")\s+(\w+)((?:\s+\w+\s+\d{1,9})*)')
 
 
@@ -51,14 +53,21 @@ def dump(schedule: Schedule) -> str:
     ]
     lines += [f"note {json.dumps(note)}" for note in schedule.notes]
     for number, ranks_of_table in enumerate(schedule.tables):
-        members = (r for r in range(ranks_of_table.bit_length()) if ranks_of_table >> r & 1)
-        lines.append(f"table {number} ranks {' '.join(map(str, members))}")
-    for channel, ranks in enumerate(schedule.channels):
+        lines.append(f"table {number} ranks{_format_ranks(ranks_of_table)}")
+    for number, ranks in enumerate(schedule.shards):
+        holders, targets = map(_format_ranks, ranks)
+        lines.append(f"shard {number} ranks{holders} to{targets}")
+    for channel, programs in enumerate(schedule.channels):
         lines.append(f"channel {channel}")
-        for rank, steps in enumerate(ranks):
+        for rank, steps in enumerate(programs):
             lines.append(f"  rank {rank}")
             lines += [f"    {format_step(step)}" for step in steps]
     return "\n".join(lines) + "\n"
+
+
+def _format_ranks(ranks: int) -> str:
+    """Return the ranks of a bit set, each with a space before it."""
+    return "".join(f" {rank}" for rank in range(ranks.bit_length()) if ranks >> rank & 1)
 
 
 def format_step(step: Step) -> str:
@@ -173,6 +182,7 @@ class _ScheduleParser:
         self.header: tuple[str, Collective, dict[str, int]] | None = None
         self.notes: list[str] = []
         self.tables: list[int] = []
+        self.shards: list[ChunkRanks] = []
         self.channels: list[list[list[Step]]] = []
 
     def fail(self, problem: str) -> NoReturn:
@@ -184,6 +194,7 @@ class _ScheduleParser:
             "schedule": self.parse_header,
             "note": self.add_note,
             "table": self.add_table,
+            "shard": self.add_shard,
             "channel": self.add_channel,
             "rank": self.add_rank,
         }
@@ -240,10 +251,22 @@ class _ScheduleParser:
                 f"cannot parse {rest!r}: expected a table such as: table {len(self.tables)} ranks"
                 " 0 2"
             )
-        ranks = {int(rank) for rank in match[2].split()}
-        if max(ranks) >= MAX_TABLE_RANKS:
+        self.tables.append(self._rank_bits(match[2]))
+
+    def add_shard(self, rest: str) -> None:
+        match = _SHARD.fullmatch(" ".join(rest.split()))
+        if match is None or int(match[1]) != len(self.shards):
+            self.fail(
+                f"cannot parse {rest!r}: expected a shard such as: shard {len(self.shards)} ranks 0"
+                " 2 to 3"
+            )
+        self.shards.append(ChunkRanks(self._rank_bits(match[2]), self._rank_bits(match[3])))
+
+    def _rank_bits(self, text: str) -> int:
+        ranks = {int(rank) for rank in text.split()}
+        if max(ranks, default=0) >= MAX_TABLE_RANKS:
             self.fail(f"rank {max(ranks)} is too large; allowed are ranks below {MAX_TABLE_RANKS}")
-        self.tables.append(sum(1 << rank for rank in ranks))
+        return sum(1 << rank for rank in ranks)
 
     def add_channel(self, rest: str) -> None:
         if rest != str(len(self.channels)):
@@ -279,6 +302,7 @@ class _ScheduleParser:
                 channels=tuple(tuple(tuple(steps) for steps in ranks) for ranks in self.channels),
                 notes=tuple(self.notes),
                 tables=tuple(self.tables),
+                shards=tuple(self.shards),
             )
         except ValueError as error:
             raise ScheduleError(str(error)) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections import defaultdict
@@ -18,6 +19,7 @@ from miraccl.p2p.reshard.mesh import Box, Mesh, intersect, volume
 if TYPE_CHECKING:
     from miraccl.p2p.agent import Agent
     from miraccl.p2p.reshard.run import Target
+    from miraccl.schedule.reshard_schedule import ReshardSchedule
 
 #: Rates of the prediction, if the caller gives none: GB/s of a rank in one direction, and us of a
 #: transfer (``bench/transfers.py``, TCP on loopback).
@@ -70,16 +72,43 @@ class ReshardPlan:
 
     # ---- proof
 
+    @cached_property
+    def schedule(self) -> ReshardSchedule:
+        """The plan as a schedule: the source ranks, then the target ranks, in the order of their
+        meshes.
+
+        Raises:
+            InvalidUsage: The array has no elements, or the parts cut it into too many pieces.
+        """
+        from miraccl.schedule.reshard_schedule import build  # 20 ms, for proofs and pictures only
+
+        source = {rank: number for number, rank in enumerate(self.src.ranks)}
+        target = {rank: number for number, rank in enumerate(self.dst.ranks)}
+        return build(
+            self.shape,
+            self.itemsize,
+            list(self.src_boxes.values()),
+            list(self.dst_boxes.values()),
+            [(source[move.src], target[move.dst], move.box) for move in self.moves],
+        )
+
     def verify(self) -> None:
         """Prove that each target element is written exactly once, from a rank that holds it.
 
         The boxes of a target rank lie within its part, do not overlap, and have together its
         volume: so they cover it exactly. Both sides use the same global indices, so an element
-        comes from its own place in the array.
+        comes from its own place in the array. Then the verifier of collectives proves the
+        ``schedule``, unless the parts cut the array into too many pieces.
 
         Raises:
             ScheduleError: A move breaks the proof; the message names it.
         """
+        self._verify_boxes()
+        if math.prod(self.shape):
+            with contextlib.suppress(InvalidUsage):  # too many pieces
+                self.schedule.verify()
+
+    def _verify_boxes(self) -> None:
         for rank, part in self.dst_boxes.items():
             moves = self.moves_to(rank)
             for move in moves:
