@@ -24,7 +24,6 @@ from miraccl.bootstrap import (
     join,
     single_rank_session,
 )
-from miraccl.bootstrap.host import host_fingerprint, network_fingerprint
 from miraccl.bootstrap.link import SocketLink
 from miraccl.bootstrap.session import LinkSession
 from miraccl.errors import (
@@ -36,6 +35,7 @@ from miraccl.errors import (
     PeerDied,
     SystemFailure,
 )
+from miraccl.host import host_fingerprint, network_fingerprint
 from miraccl.wire.bootstrap import Received
 from tests.bootstrap.kit import (
     PATIENCE,

@@ -265,6 +265,16 @@ def test_keys_differ_by_source_and_are_stable() -> None:
     assert len(engine) == len(words) == 20
 
 
+def test_the_key_names_compiler_and_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert importlib.import_module("numba").__version__ in native._version_of("numba")
+    processor = native._processor()
+    assert "flags" in processor or "Features" in processor
+    assert "MHz" not in processor, "it changes with time"
+    before = native._key("miraccl.native.words")
+    monkeypatch.setattr(native, "_processor", lambda: processor + " another")
+    assert native._key("miraccl.native.words") != before
+
+
 def test_a_change_of_what_stands_apart_compiles_nothing_else_anew() -> None:
     apart, engine = (
         set(native.sources_of(f"miraccl.executor.cpu.kernels.{name}"))

@@ -41,7 +41,8 @@ from miraccl.runtime.options import Options
 from miraccl.runtime.window import PAGE, WindowAllocator
 from miraccl.runtime.work import BackgroundWorker
 from miraccl.transport.fifo import slot_bytes_for
-from miraccl.transport.shm import ShmRegion, ShmSegment, default_window_bytes
+from miraccl.transport.shared_segment import ShmSegment
+from miraccl.transport.shm import ShmRegion, default_window_bytes
 from miraccl.wire.proxy_records import Loss, LossKind
 from tests.diagnosis.late_watcher import LateWatcher
 from tests.runtime import cases

@@ -23,10 +23,10 @@ from typing import Any
 from miraccl import clock, params, trace
 from miraccl.bootstrap import lifetime
 from miraccl.bootstrap.eventfd import EventFd
-from miraccl.bootstrap.host import network_fingerprint, process_token
 from miraccl.bootstrap.interfaces import choose_addresses
 from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.errors import InvalidUsage, SystemFailure, as_system_failure
+from miraccl.host import network_fingerprint, process_token
 from miraccl.sockets import is_transient, open_in_range
 from miraccl.wire.auth import NONCE_BYTES, SECRET_BYTES
 from miraccl.wire.bootstrap import (

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from miraccl import clock, params
 from miraccl.bootstrap.dial import ControlPlaneUnreachable, Dialer
 from miraccl.bootstrap.failover import Standby
-from miraccl.bootstrap.host import host_fingerprint, network_fingerprint, process_token
 from miraccl.bootstrap.interfaces import choose_addresses, is_loopback, rail_addresses
 from miraccl.bootstrap.link import HubDisconnected, JobAlreadyFormed, RankTaken, SocketLink
 from miraccl.bootstrap.session import LinkSession, single_rank_session
 from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, MiracclError, SystemFailure
+from miraccl.host import host_fingerprint, network_fingerprint, process_token
 from miraccl.wire.auth import MAX_RANKS, VERSION
 from miraccl.wire.bootstrap_messages import Join
 

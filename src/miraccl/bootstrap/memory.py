@@ -16,9 +16,9 @@ from typing import Any
 
 from miraccl import clock
 from miraccl.bootstrap.control_link import ControlLink, Membership
-from miraccl.bootstrap.host import network_fingerprint
 from miraccl.bootstrap.session import LinkSession
 from miraccl.errors import CommunicatorClosed, ProtocolError
+from miraccl.host import network_fingerprint
 from miraccl.wire.bootstrap_groups import Groups
 from miraccl.wire.bootstrap_messages import Gone, Join
 

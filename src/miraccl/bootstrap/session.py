@@ -18,7 +18,6 @@ from miraccl import trace
 from miraccl.bootstrap.contract import EventCallback, StatusProvider
 from miraccl.bootstrap.control_link import ControlLink, Membership, WaitFailure
 from miraccl.bootstrap.events import HUB, Event, Notice, PeerLeft, PeerLost, StatusRequest
-from miraccl.bootstrap.host import host_fingerprint, network_fingerprint, process_token
 from miraccl.bootstrap.hub import HubServer
 from miraccl.bootstrap.stacks import locate
 from miraccl.deadline import Deadline
@@ -32,6 +31,7 @@ from miraccl.errors import (
     PeerDied,
     ProtocolError,
 )
+from miraccl.host import host_fingerprint, network_fingerprint, process_token
 from miraccl.wire import framing
 from miraccl.wire.bootstrap import format_ranks
 from miraccl.wire.bootstrap_messages import Join

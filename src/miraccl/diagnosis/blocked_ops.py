@@ -25,7 +25,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from miraccl import clock
 from miraccl.bootstrap.contract import Session
-from miraccl.bootstrap.host import process_token
 from miraccl.bootstrap.stacks import (
     SampledFrames,
     is_called_back,
@@ -34,6 +33,7 @@ from miraccl.bootstrap.stacks import (
 )
 from miraccl.diagnosis.waits import BlockedState, RankProgress
 from miraccl.diagnosis.waits import Wait as Wait
+from miraccl.host import process_token
 
 #: Length of the record of communicator creations that this process has started.
 MAX_REMEMBERED_INITS = 256

@@ -23,7 +23,6 @@ from typing import Any
 
 from miraccl import clock, trace
 from miraccl.bootstrap.contract import Session
-from miraccl.bootstrap.host import process_token
 from miraccl.diagnosis import blocked_ops, cycles
 from miraccl.diagnosis.blocked_ops import LocalWait
 from miraccl.diagnosis.cycles import Cycle
@@ -31,6 +30,7 @@ from miraccl.diagnosis.mismatch import compare_ops, describe_differences
 from miraccl.diagnosis.status_report import describe_cycle, describe_location, join_parts
 from miraccl.diagnosis.waits import BlockedState, Wait, WaitForInit
 from miraccl.errors import CollectiveMismatch, MiracclError
+from miraccl.host import process_token
 
 #: Largest communicator whose ranks query each other, and report message counts per peer, which
 #: show ranks of other hosts that no message is in flight.

@@ -2,14 +2,15 @@
 
 ``library(module)`` returns the code; ``builtin`` makes an entry callable from Python. The first
 process that needs a library compiles it under a lock, reports this on stderr, and stores the object
-code in the cache; other ranks wait for it, and every later process loads it through llvmlite alone,
-in milliseconds. The cache key covers everything the code depends on: the text of the kernel's
-package, of this one and of the modules and packages that a package lists as ``SOURCES``, the
-versions of Numba, llvmlite and Python, and the processor with its features.
+code in the cache; other ranks wait for it, and every later process links it in milliseconds,
+without LLVM (``object_code``). The cache key covers everything the code depends on: the text of the
+kernel's package, of this one and of the modules and packages that a package lists as ``SOURCES``,
+the versions of Numba, llvmlite and Python, and the processor with its features.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -96,20 +97,66 @@ def _unpack(data: bytes) -> list[bytes] | None:
 
 
 def _key(module: str) -> str:
-    from importlib.metadata import version
+    return _key_of_package(module.rpartition(".")[0])
 
+
+def _key_of_package(package: str) -> str:
+    """Return the part of the cache key that all kernel sources of a package share."""
     digest = hashlib.sha256()
     for part in (
-        version("numba"),
-        version("llvmlite"),
+        _version_of("numba"),
+        _version_of("llvmlite"),
         sys.version,
         platform.machine(),
-        cpu_features(),
+        _processor(),
     ):
         digest.update(part.encode() + b"\0")
-    for source in sources_of(module):
+    for source in sources_of(f"{package}."):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:20]
+
+
+@functools.cache
+def _version_of(package: str) -> str:
+    """Return a text that names the installed version of a package, which is not imported."""
+    # ``importlib.metadata`` imports the package ``email``: 30 ms of the start of an agent.
+    spec = importlib.util.find_spec(package)
+    if spec is not None and spec.origin is not None:
+        with contextlib.suppress(OSError):
+            return Path(spec.origin).with_name("_version.py").read_text()
+    from importlib.metadata import version
+
+    return version(package)
+
+
+#: Lines of /proc/cpuinfo by which LLVM tells processors apart: those of x86-64 and of aarch64.
+_PROCESSOR_LINES = (
+    "vendor_id",
+    "cpu family",
+    "model",
+    "model name",
+    "stepping",
+    "flags",
+    "Features",
+    "CPU implementer",
+    "CPU architecture",
+    "CPU variant",
+    "CPU part",
+)
+
+
+@functools.cache
+def _processor() -> str:
+    """Return a text that names the processor with its features."""
+    # Loading LLVM for that would take 40 ms, and memory that linking does not need.
+    try:
+        with open("/proc/cpuinfo") as file:  # only the first processor: others take time
+            lines = file.read(8192).partition("\n\n")[0].splitlines()
+    except OSError:
+        return cpu_features()
+    kept = [line for line in lines if line.partition(":")[0].strip() in _PROCESSOR_LINES]
+    named = any(line.startswith(("flags", "Features")) for line in kept)
+    return "\n".join(kept) if named else cpu_features()
 
 
 def sources_of(module: str) -> list[Path]:
@@ -124,8 +171,12 @@ def sources_of(module: str) -> list[Path]:
     return [path for name in names for path in _files_of(name)]
 
 
-# Reading the sources and the versions again would take longer than loading a kernel.
-_cached_key = functools.cache(_key)
+_cached_package_key = functools.cache(_key_of_package)
+
+
+def _cached_key(module: str) -> str:
+    # Reading the sources again would take longer than loading a kernel.
+    return _cached_package_key(module.rpartition(".")[0])
 
 
 def _files_of(name: str) -> list[Path]:

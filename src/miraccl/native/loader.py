@@ -13,8 +13,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding as llvm
-
 from miraccl.errors import SystemFailure
 from miraccl.native.object_code import link
 
@@ -44,6 +42,8 @@ def target_machine() -> Any:
 
     The code model ``large`` reaches libc at any distance.
     """
+    import llvmlite.binding as llvm  # 40 ms, only to compile
+
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_default_triple()
@@ -59,6 +59,9 @@ def target_machine() -> Any:
 
 @functools.cache
 def cpu_features() -> str:
+    """Return the features of this processor as LLVM names them."""
+    import llvmlite.binding as llvm
+
     return str(llvm.get_host_cpu_features().flatten())
 
 
@@ -69,6 +72,8 @@ class CodeLibrary:
         self._symbols = link(objects, _address_of)
         self._engine: Any = None
         if self._symbols is None:
+            import llvmlite.binding as llvm
+
             self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
             for data in objects:
                 image = llvm.object_file.ObjectFileRef.from_data(data)
@@ -92,6 +97,7 @@ class CodeLibrary:
 _libraries: list[CodeLibrary] = []
 
 
+@functools.cache
 def _address_of(symbol: str) -> int:
     """Return the address of a function of Python or libc."""
     libc = ctypes.CDLL(None)

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from miraccl.errors import InvalidUsage
-from miraccl.ops.device_arrays import device_ordinal, device_view, is_gpu_array
-from miraccl.transport.shm import ShmSegment
+from miraccl.transport.shared_segment import ShmSegment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +39,11 @@ def memory_of(thing: Any, name: str, op_name: str) -> Memory:
     Raises:
         InvalidUsage: It is not a contiguous array of elements that memory can hold.
     """
-    if type(thing) is not np.ndarray and is_gpu_array(thing):
-        return _device_memory(thing, name, op_name)
+    if type(thing) is not np.ndarray:
+        from miraccl.ops.device_arrays import is_gpu_array  # 25 ms, which arrays of NumPy save
+
+        if is_gpu_array(thing):
+            return _device_memory(thing, name, op_name)
     array = _host_array(thing, name, op_name)
     if not array.flags.c_contiguous:
         raise InvalidUsage(
@@ -91,6 +93,8 @@ def _tensor_view(tensor: Any, name: str, op_name: str) -> Any:
 
 
 def _device_memory(thing: Any, name: str, op_name: str) -> Memory:
+    from miraccl.ops.device_arrays import device_ordinal, device_view
+
     view = device_view(thing, name, op_name, None, None)
     shape = tuple(int(n) for n in getattr(thing, "shape", (view.count,)))
     return Memory(

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from miraccl import clock, params, trace
-from miraccl.bootstrap.host import network_fingerprint
 from miraccl.deadline import Deadline
 from miraccl.errors import AgentLost, BootstrapError, InvalidUsage, MiracclError, SystemFailure
+from miraccl.host import network_fingerprint
 from miraccl.p2p.dial import dial
 from miraccl.p2p.local_path import LocalPath
 from miraccl.p2p.stream_path import StreamPath

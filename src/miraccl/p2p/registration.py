@@ -21,7 +21,7 @@ from miraccl.p2p.descriptors import RemoteMemory, row_bytes
 from miraccl.p2p.native_calls import exchange_word, load_word, store_word
 from miraccl.transport.fifo import PrivateMemory
 from miraccl.transport.region import KEY_BYTES, Rights
-from miraccl.transport.shm import ShmSegment
+from miraccl.transport.shared_segment import ShmSegment
 
 #: Pauses of ``deregister`` between two looks at the accesses under way.
 MIN_PAUSE_S, MAX_PAUSE_S = 20e-6, 2e-3

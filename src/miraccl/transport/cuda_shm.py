@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from miraccl.transport.shm import ShmSegment
+from miraccl.transport.shared_segment import ShmSegment
 
 PAGE_BYTES = 4096
 Fills = Sequence[tuple[int, int, int]]

@@ -19,7 +19,6 @@ import os
 import resource
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from miraccl import clock
@@ -27,7 +26,6 @@ from miraccl.errors import ProtocolError, SystemFailure
 from miraccl.transport import fifo, registry
 from miraccl.transport.base import Endpoint, Fifo, FifoPair, Transport, TransportContext
 from miraccl.transport.fifo import MAX_SLOT_BYTES, slot_bytes_for
-from miraccl.transport.mapped_file import MappedFile
 from miraccl.transport.region import (
     KEY_BYTES,
     MappedRegion,
@@ -38,6 +36,7 @@ from miraccl.transport.region import (
     copy_memory,
     fence,
 )
+from miraccl.transport.shared_segment import ShmSegment
 
 CAPABILITIES = registry.SHM.capabilities
 CONTROL_BYTES = fifo.PAGE_BYTES
@@ -46,77 +45,6 @@ ADDRESS_SPACE_BYTES = 1 << 47
 MAX_COMMUNICATORS = 256
 """Communicators whose windows must fit into the address space of one process."""
 MAGIC = 0x6D697261
-
-
-@dataclass(kw_only=True)
-class ShmSegment:
-    """Mapped shared segment.
-
-    Attributes:
-        fd: Descriptor it was made with; -1 for a peer's segment and after ``release``.
-    """
-
-    file: MappedFile
-    fd: int = -1
-
-    @property
-    def address(self) -> int:
-        return self.file.address
-
-    @property
-    def nbytes(self) -> int:
-        return self.file.nbytes
-
-    @classmethod
-    def create(cls, label: str, nbytes: int) -> ShmSegment:
-        """Make and map a segment of zeros. Raises ``SystemFailure``."""
-        fd = -1
-        try:
-            fd = os.memfd_create(label, os.MFD_CLOEXEC)
-            os.ftruncate(fd, nbytes)
-            return cls(file=MappedFile(fd, nbytes), fd=fd)
-        except OSError as error:
-            if fd >= 0:
-                os.close(fd)
-            raise SystemFailure(
-                f"cannot make a shared segment of {nbytes} bytes: {error.strerror}"
-            ) from error
-
-    @classmethod
-    def open(cls, pid: int, fd: int, nbytes: int) -> ShmSegment:
-        """Map the segment behind descriptor ``fd`` of process ``pid``.
-
-        Raises:
-            SystemFailure: The kernel refuses to open or map it.
-            ProtocolError: Its size is not ``nbytes``.
-        """
-        try:
-            handle = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise SystemFailure(
-                f"cannot open the segment of process {pid}: {error.strerror}",
-                hint="give ranks that do not see each other's processes different MIRACCL_HOSTID",
-            ) from error
-        try:
-            actual = os.fstat(handle).st_size
-            if actual != nbytes:
-                raise ProtocolError(
-                    f"cannot map the segment of process {pid}: it has {actual} bytes instead of "
-                    f"{nbytes}"
-                )
-            return cls(file=MappedFile(handle, nbytes))
-        except OSError as error:
-            raise SystemFailure(
-                f"cannot map the segment of process {pid}: {error.strerror}"
-            ) from error
-        finally:
-            os.close(handle)
-
-    def release(self) -> None:
-        """Close the descriptor, so that no further process can map the segment; idempotent."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
 
 
 _HEADER = struct.Struct(f"<{KEY_BYTES}sqq")  # key, generation, bytes
