@@ -4,13 +4,14 @@
 
 A target process offers GPU memory of PyTorch, the initiator writes blocks of it by one kernel over
 CUDA IPC, compares every byte, and measures the time until the completion is seen: 1,024 and 16,384
-blocks of 16 KiB, one large extent, and, beside them, one copy per block by the copy engine. Staged
-cells write GPU memory to CPU memory of the target and read it back.
+blocks of 16 KiB on all multiprocessors and on 8 (MIRACCL_SMS), and, beside them, one copy per block
+by the copy engine. Staged cells write GPU memory to CPU memory of the target and read it back.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -20,6 +21,8 @@ import common
 
 BLOCK = 16384
 COUNTS = (1024, 16384)
+#: Multiprocessors of the kernel: all, and few, which leaves the others to computation.
+SMS = (-1, 8)
 TARGET_GPU = 0
 
 
@@ -44,6 +47,8 @@ def target() -> None:
         got = memory.view(-1, BLOCK)[order].reshape(-1)
         torch.cuda.synchronize()
         print(json.dumps(bool((got == expected).all())), flush=True)
+        memory.zero_()  # the next cell has to write it again
+        torch.cuda.synchronize()
 
 
 def best_us(run: Any, seconds: float = 1.0) -> float:
@@ -84,15 +89,18 @@ def main(options: Any) -> None:
         for count in COUNTS:
             order = np.random.default_rng(1).permutation(count).astype(np.int32)
             source = np.arange(count, dtype=np.int32)
-            prepared = peer.prepare(
-                "write", local, remote, local_blocks=source, remote_blocks=order
-            )
-            us = best_us(lambda p=prepared: p.start().wait())
-            process.stdin.write(json.dumps(order.tolist()) + "\n")
-            process.stdin.flush()
-            right = json.loads(process.stdout.readline())
-            name = f"kernel, {count} x {BLOCK}"
-            rows.append([name, f"{us:.1f}", f"{count * BLOCK / us / 1e3:.0f}", right])
+            for sms in SMS:
+                os.environ["MIRACCL_SMS"] = str(sms)  # read when a transfer is prepared
+                prepared = peer.prepare(
+                    "write", local, remote, local_blocks=source, remote_blocks=order
+                )
+                us = best_us(lambda p=prepared: p.start().wait())
+                process.stdin.write(json.dumps(order.tolist()) + "\n")
+                process.stdin.flush()
+                right = json.loads(process.stdout.readline())
+                name = f"kernel{'' if sms < 0 else f' on {sms} SMs'}, {count} x {BLOCK}"
+                rows.append([name, f"{us:.1f}", f"{count * BLOCK / us / 1e3:.0f}", right])
+            del os.environ["MIRACCL_SMS"]
             staged = peer.prepare(
                 "write", local, remote_host, local_blocks=source, remote_blocks=order
             )

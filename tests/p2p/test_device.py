@@ -104,14 +104,18 @@ class EmulatedCopier:
     def make_event(self) -> Any:
         return object()
 
-    def start(self, table: int, count: int, event: Any) -> None:
-        if count:
-            launch(self._kept[table], blocks=3)
+    def prepare(self, table: int, count: int) -> tuple[int, int]:
+        return table, device.launch_blocks(count, 3)
+
+    def start(self, prepared: tuple[int, int], event: Any) -> None:
+        table, blocks = prepared
+        if len(self._kept[table]):
+            launch(self._kept[table], blocks)
 
     def start_engine(self, target: int, source: int, nbytes: int, event: Any) -> None:
         ctypes.memmove(target, source, nbytes)
 
-    def has_completed(self, event: Any) -> bool:
+    def poll(self, event: Any, times: int) -> bool:
         return self.running
 
     def run(self, table: Any) -> None:
@@ -202,6 +206,28 @@ def test_one_large_extent_uses_the_copy_engine(
     assert (there == here).all()
     scattered = peer.explain_write(here, blob, src_blocks=range(0, 64, 2), dst_blocks=range(32))
     assert scattered.method == "kernel"
+    for agent in (initiator, target):
+        agent.close()
+
+
+def test_blocks_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [device.launch_blocks(n, 132) for n in (0, 1, 1024)] == [1, 1, 264]
+    monkeypatch.setenv("MIRACCL_SMS", "8")
+    assert [device.launch_blocks(n, 132) for n in (0, 4, 1024)] == [1, 4, 8]
+
+
+def test_no_multiprocessor_for_one_extent(
+    emulated: EmulatedCopier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MIRACCL_SMS", "0")
+    target, initiator = agents()
+    there, here = np.zeros(256, np.uint8), np.arange(256, dtype=np.uint8)
+    blob = target.register_memory(on_gpu(there)).advertise()
+    peer = initiator.connect(target.address)
+    monkeypatch.setattr(type(peer), "_local", lambda self, local, name, writes: on_gpu(local))
+    assert peer.explain_write(here, blob).method == "engine"
+    peer.write(here, blob).wait()
+    assert (there == here).all()
     for agent in (initiator, target):
         agent.close()
 

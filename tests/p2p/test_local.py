@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import zlib
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import miraccl
 from miraccl.native.atomics import store_release
 from miraccl.p2p import segment_layout as layout
 from miraccl.p2p.descriptors import RemoteMemory
+from miraccl.p2p.notify import Notification
 from miraccl.transport.region import Rights
 from tests.p2p.kit import Remote, RemoteError, remote_agent
 
@@ -111,6 +113,53 @@ def test_blocks(target: Remote, agent: miraccl.Agent, window: bool) -> None:
         for _ in range(3):
             prepared.start().wait()
         assert bytes.fromhex(target.call("bytes", name="kv"))[20 * 64] == 7
+
+
+@pytest.mark.parametrize("nbytes", [100, 2048, 5000])
+def test_windows_of_any_alignment(
+    shared: None, target: Remote, agent: miraccl.Agent, nbytes: int
+) -> None:
+    """Targets up to 40 bytes behind the source, modulo a page: some are copied by vectors."""
+    blob = RemoteMemory.decode(target.offer("w", (3 * 4096,), window=True))
+    peer = agent.connect(target.address)
+    memory = agent.empty(3 * 4096)
+    for shift in (0, 1, 7, 16, 31, 32, 40):
+        local = memory[shift : shift + nbytes]
+        for start in (0, 3, 48):
+            remote = replace(blob, offset=start, nbytes=nbytes, block_nbytes=nbytes)
+            local[:] = numbered(nbytes) + shift
+            peer.write(local, remote).wait()
+            expected = bytes(local)
+            memory[:] = 255
+            peer.read(local, remote).wait()
+            assert bytes(local) == expected
+            assert (memory[shift + nbytes :] == 255).all()
+            assert (memory[:shift] == 255).all()
+
+
+@pytest.mark.parametrize("one_core", [False, True])
+def test_round_trips(target: Remote, agent: miraccl.Agent, one_core: bool) -> None:
+    """Both sides on one core: a receiver that polls would keep the sender from running."""
+    cores, count = os.sched_getaffinity(0), 20
+    try:
+        if one_core:
+            for pid in (0, target.pid):
+                os.sched_setaffinity(pid, [min(cores)])
+        peer = agent.connect(target.address)
+        target.call("start_echo", address=agent.address, count=count)
+        ready = agent.wait_notification()
+        assert ready is not None
+        assert ready.data == b"ready"
+        for number in range(count):
+            data = bytes([number]) * (number * 700)
+            peer.notify(data)
+            found = agent.wait_notification()
+            assert found is not None
+            assert type(found) is Notification
+            assert (found.peer, found.tag, found.data, found.error) == ("target", 0, data, None)
+    finally:
+        for pid in (0, target.pid):
+            os.sched_setaffinity(pid, cores)
 
 
 def test_rows_of_a_descriptor(target: Remote, agent: miraccl.Agent) -> None:

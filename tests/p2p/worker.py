@@ -77,6 +77,19 @@ class Worker:
     def notify(self, address: str, data: str) -> None:
         self.peers[address].notify(bytes.fromhex(data))
 
+    def start_echo(self, address: str, count: int) -> None:
+        """Return each of ``count`` notifications to an agent."""
+
+        def run() -> None:
+            peer = self.agent.connect(address)
+            peer.notify(b"ready")
+            for _ in range(count):
+                found = self.agent.wait_notification(10)
+                assert found is not None
+                peer.notify(found.data)
+
+        threading.Thread(target=run, daemon=True).start()
+
     def start_flood(self, address: str, blob: str, name: str) -> None:
         """Write an array again and again until a write fails."""
         peer, remote = self.peers[address], bytes.fromhex(blob)

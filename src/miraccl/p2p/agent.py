@@ -22,7 +22,7 @@ from miraccl.p2p.arrays import Memory, memory_of, windows
 from miraccl.p2p.connector import Connector, Identity, Path, agent_secret
 from miraccl.p2p.control import ControlThread
 from miraccl.p2p.descriptors import RemoteMemory, parse_access
-from miraccl.p2p.notify import Inbox, Notification, PairSegment, make_notification
+from miraccl.p2p.notify import Inbox, Notification, PairSegment, nanoseconds
 from miraccl.p2p.peer import Peer
 from miraccl.p2p.registration import AccessLines, RegionTable, Registration
 from miraccl.p2p.serving import ServedStream
@@ -299,11 +299,15 @@ class Agent:
         Never raises by itself; exceptions of ``match`` pass through.
         """
         inbox = self._inbox
-        if match is None and not inbox.queue and (fields := inbox.take_fields()):
-            return make_notification(Notification, fields)
+        seconds = self.timeout if timeout is None else timeout
+        if match is None and not inbox.queue and not self._closed:
+            given = inbox.await_one(nanoseconds(seconds))
+            if given.__class__ is Notification:
+                return given
+            seconds = given * 1e-9
         found = inbox.pop(match)
         if found is None:
-            deadline = Deadline.after(self.timeout if timeout is None else timeout)
+            deadline = Deadline.after(seconds)
             while found is None and (left := deadline.left) and not self._closed:
                 inbox.wait(left, match)
                 found = inbox.pop(match)

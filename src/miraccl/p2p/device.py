@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from miraccl import clock
+from miraccl import clock, params
 from miraccl.deadline import Deadline
 from miraccl.errors import InvalidUsage, MiracclError, SystemFailure
 from miraccl.executor.cuda import toolkit
@@ -37,8 +37,11 @@ from miraccl.transport.region import Rights
 
 #: Threads of a block, and bytes of an extent after cutting: 16 KiB blocks of a KV cache are whole.
 THREADS, PIECE_BYTES = 512, 1 << 16
-#: Blocks per multiprocessor: two of 512 threads keep enough loads in flight.
+#: Blocks per multiprocessor: two of 512 threads keep enough loads in flight. With MIRACCL_SMS there
+#: is one, so that no more multiprocessors than that are occupied.
 BLOCKS_PER_SM = 2
+#: Queries of an event between two looks at the transfer; one takes about a microsecond.
+POLLS = 32
 _HANDLE = struct.Struct("<64sQQ")  # IPC handle, offset in the allocation, process
 #: Constants of the prediction: us of a launch and its completion; GB/s of a copy within an H100.
 LAUNCH_US, GB_S = 8.0, 1300.0
@@ -70,6 +73,29 @@ def cut(table: Any) -> Any:
     rows[:, 1] += skip
     rows[:, 2] = np.minimum(rows[:, 2] - skip, PIECE_BYTES)
     return rows
+
+
+class KernelLaunch:
+    """Arguments of a launch over a table of extents, made once for any number of launches.
+
+    Args:
+        table: GPU address of the extents.
+        count: Number of extents.
+    """
+
+    def __init__(self, gpu: Gpu, stream: int, table: int, count: int) -> None:
+        self._words = (ctypes.c_uint64 * 2)(table, count)
+        self._params = (ctypes.c_void_p * 1)(ctypes.addressof(self._words))
+        grid = (launch_blocks(count, gpu.multiprocessors), 1, 1, THREADS, 1, 1, 0)
+        #: Arguments of cuLaunchKernel behind the function.
+        self.arguments = (*grid, gpu.cuda.CUstream(stream), ctypes.addressof(self._params), 0)
+
+
+def launch_blocks(count: int, multiprocessors: int) -> int:
+    """Return the number of blocks of a launch over ``count`` extents."""
+    limit = params.SMS.read()
+    most = limit if limit > 0 else BLOCKS_PER_SM * multiprocessors
+    return max(1, min(count, most))
 
 
 class Copier:
@@ -112,17 +138,16 @@ class Copier:
         with contextlib.suppress(SystemFailure), self.gpu.device_guard():
             self.gpu.free(address)
 
-    def start(self, table: int, count: int, event: Any) -> None:
-        """Enqueue the copy of ``count`` extents, and record ``event`` behind it."""
-        blocks = max(1, min(count, BLOCKS_PER_SM * self.gpu.multiprocessors))
-        words = (ctypes.c_uint64 * 2)(table, count)
-        params = (ctypes.c_void_p * 1)(ctypes.addressof(words))
-        cuda = self.gpu.cuda
-        with self.gpu.device_guard():
-            grid = (blocks, 1, 1, THREADS, 1, 1, 0, cuda.CUstream(self.stream))
-            launched = cuda.cuLaunchKernel(self.function, *grid, ctypes.addressof(params), 0)
-            check(launched, "cuLaunchKernel")
-            self.gpu.record(event, self.stream)
+    def prepare(self, table: int, count: int) -> KernelLaunch:
+        """Return the launch that copies the ``count`` extents of a table on this GPU."""
+        return KernelLaunch(self.gpu, self.stream, table, count)
+
+    def start(self, launch: KernelLaunch, event: Any) -> None:
+        """Enqueue a copy, and record ``event`` behind it."""
+        gpu = self.gpu
+        with gpu.device_guard():
+            check(gpu.cuda.cuLaunchKernel(self.function, *launch.arguments), "cuLaunchKernel")
+            gpu.record(event, self.stream)
 
     def start_engine(self, target: int, source: int, nbytes: int, event: Any) -> None:
         """Enqueue the copy of one extent by the copy engine, and record ``event`` behind it."""
@@ -130,17 +155,18 @@ class Copier:
             self.gpu.copy(target, source, nbytes, self.stream)
             self.gpu.record(event, self.stream)
 
-    def has_completed(self, event: Any) -> bool:
+    def poll(self, event: Any, times: int) -> bool:
+        """Return True if ``event`` has completed, after up to ``times`` queries."""
         with self.gpu.device_guard():
-            return self.gpu.has_completed(event)
+            return self.gpu.poll_event(event, times)
 
     def run(self, table: Any) -> None:
         """Copy extents and wait for the end."""
         address = self.upload(table)
         event = self.gpu.make_event()
         try:
-            self.start(address, len(table), event)
-            while not self.has_completed(event):
+            self.start(self.prepare(address, len(table)), event)
+            while not self.poll(event, POLLS):
                 clock.sleep(0)
         finally:
             self.gpu.destroy_event(event)
@@ -176,12 +202,14 @@ class DeviceJob:
         rows = np.stack([*columns, extents.table[:, 2]], axis=1)
         #: Source, target and bytes of the one extent that the copy engine moves, or None.
         self.single: tuple[int, int, int] | None = None
-        if len(rows) == 1 and extents.total >= ENGINE_BYTES:
+        # MIRACCL_SMS=0 asks for copy engines wherever they can do it.
+        if len(rows) == 1 and (extents.total >= ENGINE_BYTES or params.SMS.read() == 0):
             self.single = int(rows[0, 0]), int(rows[0, 1]), extents.total
             rows = rows[:0]
         table = cut(rows)
         self.count = len(table)
         self.table = self.copier.upload(table)
+        self.launch = self.copier.prepare(self.table, self.count)
         self._host = table  # read by the upload
         self.event = self.copier.gpu.make_event()
 
@@ -192,7 +220,7 @@ class DeviceJob:
     def enqueue(self) -> None:
         """Start the copy on the stream of the copier."""
         if self.single is None:
-            self.copier.start(self.table, self.count, self.event)
+            self.copier.start(self.launch, self.event)
         else:
             source, target, nbytes = self.single
             self.copier.start_engine(target, source, nbytes, self.event)
@@ -202,8 +230,8 @@ class DeviceJob:
             reason = f"memory of two GPUs of this host; {self.count} extents of one launch"
         else:
             reason = (
-                "memory of two GPUs of this host; one extent of at least "
-                f"{ENGINE_BYTES >> 20} MiB, which needs no multiprocessor"
+                f"memory of two GPUs of this host; one extent of {self.extents.total} bytes, which "
+                "needs no multiprocessor"
             )
         return make_plan(
             self.extents,
@@ -270,7 +298,7 @@ class DeviceTransfer(Transfer):
             if self._done:
                 return
             job = self._job
-            if not job.copier.has_completed(job.event):
+            if not job.copier.poll(job.event, POLLS if wait else 1):
                 # The kernel holds the target's memory: the line stays until it has ended.
                 clock.sleep(0 if wait else 20e-6)
                 return

@@ -20,7 +20,12 @@ REQUEST = "miraccl.p2p.kernels.request"
 @functools.cache
 def entry(module: str, name: str) -> Callable[..., Any]:
     """Return the builtin for an export of a kernel source of this package."""
-    return native.builtin(name, native.library(module).address(native.PREFIX + name))
+    return bound_entry(module, name, None)
+
+
+def bound_entry(module: str, name: str, address: int | None) -> Callable[..., Any]:
+    """Return a builtin whose first argument is bound: the address of memory that outlives it."""
+    return native.builtin(name, native.library(module).address(native.PREFIX + name), address)
 
 
 def local(name: str) -> Callable[..., Any]:

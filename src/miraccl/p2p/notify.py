@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import struct
@@ -21,19 +20,17 @@ from miraccl.p2p.local_path import (
     STATUS_TIMEOUT,
     parse_failure,
 )
-from miraccl.p2p.native_calls import RECEIVE, entry, load_word, notify
+from miraccl.p2p.native_calls import RECEIVE, bound_entry, load_word, notify
 from miraccl.transport.fifo import PrivateMemory
-from miraccl.transport.shm import ShmSegment
+from miraccl.transport.shared_segment import ShmSegment
 
 if TYPE_CHECKING:
     from miraccl.p2p.registration import RegionTable
 
-#: A receiver polls for this long before it sleeps: longer than a round trip, short for a core.
-SPIN_NS = 50_000
-#: A receiver polls for this long before it releases the GIL.
-SOON_NS = 2_000
 #: Longest sleep of a receiver that waits for one notification among others.
 MATCH_SLICE_S = 0.02
+#: Longest wait in compiled code, whose times are 64-bit numbers of nanoseconds.
+MAX_WAIT_S = 1e6
 _RECORD = struct.Struct("<IIq")
 
 
@@ -55,10 +52,6 @@ class Notification(NamedTuple):
     error: TransferError | None = None
 
 
-#: Makes a notification from the tuple of its fields, without a call of Python code.
-make_notification = tuple.__new__
-
-
 def failed(peer: str, status: int, reason: str, block: int) -> TransferError:
     """Return the error of a transfer into this agent's memory that did not succeed."""
     kinds = {STATUS_CANCELLED: TransferCancelled, STATUS_TIMEOUT: TransferTimeout}
@@ -68,6 +61,11 @@ def failed(peer: str, status: int, reason: str, block: int) -> TransferError:
         block=block,
         reason={STATUS_CANCELLED: "cancelled", STATUS_TIMEOUT: "deadline"}.get(status, "failed"),
     )
+
+
+def nanoseconds(seconds: float) -> int:
+    """Return a time for compiled code."""
+    return int((seconds if seconds < MAX_WAIT_S else MAX_WAIT_S) * 1e9)
 
 
 class PairSegment:
@@ -137,21 +135,18 @@ class Inbox:
         self.queue: deque[Notification] = deque()
         self._pairs: list[Ring] = []
         self._kept: list[Any] = []
-        #: Work memory of threads that wait: (array, address).
-        self._scratches: list[tuple[Any, int]] = []
         self._lock = threading.Lock()
-        self._take, self._take_soon, self._ring = (
-            notify(name) for name in ("take_record", "take_soon", "ring_doorbell")
-        )
-        self._await = entry(RECEIVE, "await_records")
+        self._take, self._ring = (notify(name) for name in ("take_record", "ring_doorbell"))
         self._words = np.zeros(layout.INBOX_BYTES // 8, np.int64)
-        self._address = int(self._words.__array_interface__["data"][0])
+        address = int(self._words.__array_interface__["data"][0])
         self._words[layout.INBOX_DOORBELL // 8] = table.doorbell
         self._words[layout.INBOX_NONE // 8] = id(None)
-        #: Returns the fields of the next notification in a ring, if it is there or comes within
-        #: ``SOON_NS``, otherwise 0. Those in the queue come first.
-        self.take_fields = functools.partial(self._take_soon, self._address, SOON_NS)
+        self._words[layout.INBOX_TYPE // 8] = id(Notification)
         self._set_addresses()
+        self._await = bound_entry(RECEIVE, "await_records", address)
+        #: ``await_one(ns)``: the next notification in a ring, or the nanoseconds that are left for
+        #: ``wait`` and ``pop``. Those in the queue come first.
+        self.await_one = bound_entry(RECEIVE, "await_one", address)
 
     @property
     def doorbell(self) -> int:
@@ -191,6 +186,7 @@ class Inbox:
         # Threads may still wait with the former list: the last ones are kept, with their objects.
         self._kept = [*self._kept[-64:], (words, self._pairs)]
         self._words[layout.INBOX_RINGS // 8] = words.__array_interface__["data"][0]
+        self._words[layout.INBOX_STREAMS // 8] = sum(p.stream != 0 for p in self._pairs)
 
     @property
     def pairs(self) -> list[Ring]:
@@ -198,14 +194,19 @@ class Inbox:
 
     def put(self, notification: Notification) -> None:
         """Add a notification that came by the network."""
-        self.queue.append(notification)
+        self._enqueue(notification)
         self._ring(self._table.doorbell)
+
+    def _enqueue(self, notification: Notification) -> None:
+        # A thread in ``await_one`` then leaves the records that follow to ``pop``.
+        self._words[layout.INBOX_QUEUED // 8] += 1
+        self.queue.append(notification)
 
     def put_after(self, ring: Ring, notification: Notification) -> None:
         """Add a notification behind those in a ring."""
         with self._lock:
             self._drain([ring])
-            self.queue.append(notification)
+            self._enqueue(notification)
         self._ring(self._table.doorbell)
 
     def pop(self, match: Callable[[Notification], bool] | None = None) -> Notification | None:
@@ -223,24 +224,16 @@ class Inbox:
         except (IndexError, ValueError):  # another thread has taken it
             return None
 
-    def wait(self, seconds: float, match: Callable[[Notification], bool] | None = None) -> bool:
-        """Wait for a notification; return False after ``seconds``, or if woken without one.
+    def wait(self, seconds: float, match: Callable[[Notification], bool] | None = None) -> None:
+        """Wait for a notification, for ``seconds`` at most; may return without one.
 
         With ``match`` the caller has seen those that have arrived, so they do not end the wait.
         """
         if self.queue and match is None:
-            return True
+            return
         if match is not None:  # a notification by the network may have come meanwhile
             seconds = min(seconds, MATCH_SLICE_S)
-        try:
-            scratch = self._scratches.pop()
-        except IndexError:
-            array = np.zeros(2, np.int64)
-            scratch = array, array.ctypes.data
-        wait_ns = int(min(seconds, 1e6) * 1e9)
-        found = self._await(self._address, SPIN_NS, wait_ns, scratch[1])
-        self._scratches.append(scratch)
-        return bool(found)
+        self._await(nanoseconds(seconds))
 
     def _drain(self, pairs: Sequence[Ring]) -> None:
         """Move the records of rings to the queue; the caller holds the lock."""
@@ -255,7 +248,7 @@ class Inbox:
         take, address = self._take, pair.address
         while record := take(address):
             if record == -1:
-                self.queue.append(
+                self._enqueue(
                     Notification(
                         peer=pair.peer_name,
                         agent=pair.agent,
@@ -276,7 +269,7 @@ class Inbox:
             if status != STATUS_OK:
                 block, reason, data = parse_failure(data)
                 error = failed(pair.peer_name, status, reason, block)
-            self.queue.append(
+            self._enqueue(
                 Notification(
                     peer=pair.peer_name, agent=pair.agent, tag=number, data=data, error=error
                 )

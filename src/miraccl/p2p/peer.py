@@ -221,13 +221,7 @@ class Peer:
             AgentLost: The agent cannot be reached.
         """
         path = self._path
-        ring = path.ring
-        if (
-            ring is not None
-            and path.lost is None
-            and type(data) is bytes
-            and path.post_now(ring[0], ring[1], data)
-        ):
+        if path.lost is None and path.post(data):
             return
         path.notify(_checked_notification(data), 0, self._deadline(deadline))
 

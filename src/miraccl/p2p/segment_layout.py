@@ -27,6 +27,8 @@ ENTRY_FD, ENTRY_INODE, ENTRY_OFFSET = 40, 48, 56
 PAIR_ACCESSES, ACCESS_BYTES, MAX_ACCESSES = 0, 64, 16
 #: Notification ring: byte counters, each on a line of its own.
 PAIR_HEAD, PAIR_TAIL = 1024, 1088
+#: On the line of the tail, for its writer: the head as last read, and the writer's core plus 1.
+PAIR_SEEN, PAIR_CORE = PAIR_TAIL + 8, PAIR_TAIL + 16
 PAIR_RING = PAGE_BYTES
 RING_BYTES = 1 << 16
 PAIR_BYTES = PAIR_RING + RING_BYTES
@@ -39,9 +41,27 @@ MAX_NOTIFICATION = MAX_RECORD - 2048
 # ---- inbox: words of the receiver of all rings
 
 #: ``INBOX_RINGS``: address of a list of rings, replaced as a whole. ``INBOX_DRAINING``: a thread
-#: takes records into the queue. ``INBOX_NONE``: the object None. ``INBOX_SCRATCH``: a timespec.
-INBOX_RINGS, INBOX_DOORBELL, INBOX_DRAINING, INBOX_NONE, INBOX_SCRATCH = range(0, 40, 8)
-INBOX_BYTES = 64
+#: takes records into the queue. ``INBOX_QUEUED``: notifications that the queue has got.
+#: ``INBOX_NONE``, ``INBOX_TYPE``: the object None, and the type of notifications.
+#: ``INBOX_STREAMS``: number of rings that streams fill. ``INBOX_CORE``: core of the last sender
+#: within the host plus 1, 0 for none. ``INBOX_SCRATCH``: a timespec.
+(
+    INBOX_RINGS,
+    INBOX_DOORBELL,
+    INBOX_DRAINING,
+    INBOX_QUEUED,
+    INBOX_NONE,
+    INBOX_TYPE,
+    INBOX_STREAMS,
+    INBOX_CORE,
+    INBOX_SCRATCH,
+) = range(0, 72, 8)
+INBOX_BYTES = INBOX_SCRATCH + 16
+#: Words of ``kernels.notify.post``: ring, doorbell of its reader, the type ``bytes``.
+POST_PAIR, POST_DOORBELL, POST_BYTES_TYPE = 0, 8, 16
+#: Polling of a receiver: with the GIL, for less time than two switches of threads take; then
+#: without it, longer than a round trip and short for a core.
+SOON_NS, SPIN_NS = 2_000, 50_000
 #: A list of rings: their number; then for each the address of the pair, the objects of the peer's
 #: name and identifier, and the words of the served stream that fills it (0: a peer does).
 RINGS_ENTRIES, RING_ENTRY_BYTES = 8, 32

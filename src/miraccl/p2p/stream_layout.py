@@ -83,7 +83,9 @@ STATUS_NAMES = ("ok", "stale", "key", "rights", "range", "cancelled", "failed", 
     SERVE_TURN,
     #: time until which a thread that waits for notifications receives them itself
     SERVE_POLLED,
-) = range(0, 30 * 8, 8)
+    #: how often such a thread has given the stream back; the stream's thread sleeps on it
+    SERVE_RETURNED,
+) = range(0, 31 * 8, 8)
 SERVE_BYTES = 256
 STAGING_BYTES = 1 << 16
 #: Bytes per receive into the staging buffer: a request of 16 KiB arrives at once, and of a large

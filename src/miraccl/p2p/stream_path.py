@@ -27,10 +27,11 @@ from miraccl.errors import (
     TransferError,
     TransferTimeout,
 )
+from miraccl.p2p import segment_layout as layout
 from miraccl.p2p import stream_layout as frames
 from miraccl.p2p.descriptors import RemoteMemory
 from miraccl.p2p.extents import Extents
-from miraccl.p2p.native_calls import begin_op, run_op
+from miraccl.p2p.native_calls import REQUEST, begin_op, bound_entry, run_op
 from miraccl.p2p.transfer import Background, Transfer
 from miraccl.p2p.transfer_plan import Rates, TransferPlan, make_plan
 from miraccl.transport.fifo import PrivateMemory
@@ -68,8 +69,9 @@ class Stream:
         self.broken: MiracclError | None = None
         self.pending: deque[StreamTransfer] = deque()
         self._work = PrivateMemory(frames.WORK_BYTES)
-
         self.fd = sock.fileno()
+        #: ``send_note(fd, data)``: bytes of a notification that the socket has taken, or -errno.
+        self.send_note = bound_entry(REQUEST, "send_note", self._work.address)
 
     def begin(self, job: StreamJob, number: int, flags: int, notify: bytes | None) -> None:
         """Prepare the words of an operation."""
@@ -139,6 +141,33 @@ class Stream:
         if not transfer.sent:
             # A frame is half sent, and the target does not read: nothing can follow on the stream.
             self.fail(transfer.timeout_error())
+
+    def send_rest(self, frame: bytes, deadline: Deadline, peer: str) -> None:
+        """Send the rest of a NOTIFY frame; the caller holds the lock.
+
+        Raises:
+            TransferTimeout: The socket has no space until the deadline.
+            AgentLost: The connection broke.
+        """
+        try:
+            with contextlib.suppress(BlockingIOError):  # usually there is space at once
+                frame = frame[self.sock.send(frame, _AT_ONCE) :]
+            if frame:
+                self.sock.settimeout(max(deadline.left, 1e-3))
+                self.sock.sendall(frame)
+        except TimeoutError:
+            error = TransferTimeout(
+                f"cannot notify agent {peer!r}: it has not read its stream for "
+                f"{deadline.seconds:g} s",
+                agent=peer,
+                reason="ring",
+            )
+            self.fail(error)  # a frame may be half sent
+            raise error from None
+        except OSError as problem:
+            raise AgentLost(
+                f"the connection to agent {peer!r} broke: {problem}", agent=peer, reason="lost"
+            ) from problem
 
     def fail(self, error: MiracclError) -> None:
         """Close the stream; its operations fail."""
@@ -436,9 +465,6 @@ class StreamPath:
         redial: Opens the connection again; returns its sockets.
     """
 
-    #: There is no ring that this process can write.
-    ring = None
-
     def __init__(
         self,
         name: str,
@@ -606,6 +632,29 @@ class StreamPath:
                 return stream
         return streams[next(self._turn) % len(streams)]
 
+    def post(self, data: bytes) -> bool:
+        """Send a notification without a transfer on an idle stream; return False if anything is
+        unusual, and nothing was sent.
+        """
+        stream = self.streams[0]
+        if stream.pending or stream.broken is not None or type(data) is not bytes:
+            return False
+        if len(data) > layout.MAX_NOTIFICATION or not stream.lock.acquire(blocking=False):
+            return False
+        try:
+            if stream.pending:
+                return False
+            sent = stream.send_note(stream.fd, data)
+            if sent == frames.REQUEST_BYTES + len(data):
+                return True
+            if sent <= 0:
+                return False
+            frame = note_frame(data, 0, frames.OK, 0, 0)
+            stream.send_rest(frame[sent:], Deadline.after(self.timeout), self.name)
+            return True
+        finally:
+            stream.lock.release()
+
     def notify(self, data: bytes, number: int, deadline: Deadline, status: int = 0) -> None:
         self._check_alive()
         self.send_notification(self._usable(deadline)[0], data, number, status, 0, deadline)
@@ -621,36 +670,13 @@ class StreamPath:
         block_nbytes: int = 0,
     ) -> None:
         """Send a NOTIFY frame. Raises ``AgentLost`` or ``TransferTimeout``."""
-        word = frames.MAGIC | frames.NOTIFY << 16
-        size = min(block_nbytes, 0xFFFFFFFF) | len(data) << 32
-        header = _NOTIFY.pack(word, number, size, 0, 0, 0, status, position)
         with stream.lock:
             while stream.pending and not stream.pending[-1].sent:
                 stream.step(WAIT_SLICE_NS)
             if stream.broken is not None:
                 raise stream.broken
-            frame = header + data
-            try:
-                with contextlib.suppress(BlockingIOError):  # usually there is space at once
-                    frame = frame[stream.sock.send(frame, _AT_ONCE) :]
-                if frame:
-                    stream.sock.settimeout(max(deadline.left, 1e-3))
-                    stream.sock.sendall(frame)
-            except TimeoutError:
-                error = TransferTimeout(
-                    f"cannot notify agent {self.name!r}: it has not read its stream for "
-                    f"{deadline.seconds:g} s",
-                    agent=self.name,
-                    reason="ring",
-                )
-                stream.fail(error)  # a frame may be half sent
-                raise error from None
-            except OSError as problem:
-                raise AgentLost(
-                    f"the connection to agent {self.name!r} broke: {problem}",
-                    agent=self.name,
-                    reason="lost",
-                ) from problem
+            frame = note_frame(data, number, status, position, block_nbytes)
+            stream.send_rest(frame, deadline, self.name)
 
     def explain(self, kind: str, extents: Extents) -> TransferPlan:
         parts = self._stripes(extents)
@@ -701,6 +727,13 @@ class _Empty(Transfer):
 
     def explain(self) -> TransferPlan:
         return self._path.explain(self.kind, self.extents)
+
+
+def note_frame(data: bytes, number: int, status: int, position: int, block_nbytes: int) -> bytes:
+    """Return a NOTIFY frame."""
+    word = frames.MAGIC | frames.NOTIFY << 16
+    size = min(block_nbytes, 0xFFFFFFFF) | len(data) << 32
+    return _NOTIFY.pack(word, number, size, 0, 0, 0, status, position) + data
 
 
 def status_of(error: MiracclError | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
     from miraccl.p2p.transfer_plan import TransferPlan
 
 
-#: Pause before the background thread continues a transfer.
-GRACE_S = 200e-6
+#: Pause before the background thread continues a transfer, and pauses without one before it sleeps.
+GRACE_S, IDLE_GRACES = 200e-6, 20
 
 
 class Transfer:
@@ -145,34 +146,56 @@ class Transfer:
 
 
 class Background:
-    """Thread that continues transfers nobody waits for; it starts with the first of them."""
+    """Thread that continues transfers nobody waits for; it starts with the first of them.
+
+    It stays awake for a while after the last one, so that a program with many short transfers does
+    not wake it, and wait for it to give the GIL back, with each of them.
+    """
 
     def __init__(self, name: str) -> None:
-        self._queue: clock.Queue[Transfer | None] = clock.simple_queue()
+        self._transfers: deque[Transfer] = deque()
+        self._wake = clock.event()
+        self._asleep = False
         self._name = name
         self._thread: clock.Thread | None = None
         self._lock = threading.Lock()
         self._closed = False
 
     def add(self, transfer: Transfer) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            if self._thread is None:
-                self._thread = clock.thread(self._main, name=f"miraccl-p2p-{self._name}")
-                self._thread.start()
-        self._queue.put(transfer)
+        if self._thread is None:
+            with self._lock:
+                if self._thread is None and not self._closed:
+                    self._thread = clock.thread(self._main, name=f"miraccl-p2p-{self._name}")
+                    self._thread.start()
+        self._transfers.append(transfer)
+        if self._asleep:  # written by the thread before it looks at the transfers again
+            self._wake.set()
 
     def close(self) -> None:
         with self._lock:
             thread, self._closed = self._thread, True
+        self._wake.set()
         if thread is not None:
-            self._queue.put(None)
             thread.join()
 
     def _main(self) -> None:
-        while (transfer := self._queue.get()) is not None:
+        idle = 0
+        while not self._closed or self._transfers:
             # A caller that waits at once makes the steps itself, without a switch of threads.
             clock.sleep(GRACE_S)
-            while not transfer.done():
-                transfer.continue_alone()
+            idle = 0 if self._transfers else idle + 1
+            while self._transfers:
+                transfer = self._transfers.popleft()
+                while not transfer.done():
+                    transfer.continue_alone()
+            if idle >= IDLE_GRACES:
+                self._sleep()
+                idle = 0
+
+    def _sleep(self) -> None:
+        """Sleep until a transfer is added or ``close`` is called."""
+        self._asleep = True
+        if not self._transfers and not self._closed:
+            self._wake.wait()
+        self._asleep = False
+        self._wake.clear()

@@ -430,6 +430,17 @@ class Gpu(PrimaryContext):
         """Return True if the GPU has completed the event; does not wait."""
         return self._has_ended("cuEventQuery", event)
 
+    def poll_event(self, event: Any, times: int) -> bool:
+        """Return True if the GPU has completed the event before ``times`` queries were made."""
+        query, not_ready = self.cuda.cuEventQuery, self.cuda.CUresult.CUDA_ERROR_NOT_READY
+        with self.relaxed_capture():
+            for _ in range(times):
+                result = query(event)
+                if result[0] != not_ready:
+                    check(result, "cuEventQuery")
+                    return True
+        return False
+
     def _has_ended(self, query: str, what: Any) -> bool:
         with self.relaxed_capture():  # another stream of this thread may be captured
             result = getattr(self.cuda, query)(what)

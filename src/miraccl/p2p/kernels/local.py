@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from miraccl.native.copies import copy_apart
 from miraccl.native.intrinsics import (
     PyEval_RestoreThread,
     PyEval_SaveThread,
@@ -80,7 +81,7 @@ def move_window(job: int, budget: int) -> int:
         if large and part >= STREAM_PART_BYTES:
             copy_past_caches(target, source, part)
         else:
-            memcpy(target, source, part)
+            copy_apart(target, source, part)
         moved += part
         offset += part
         if offset == nbytes:

@@ -1,7 +1,7 @@
 """Kernel source: rings of notifications, which a peer of the host or a served stream fills.
 
-The receiver polls for a moment, then sleeps on a futex word of its table, which each sender wakes
-if there are sleepers.
+A receiver polls for a moment, then sleeps on a futex word of its table, which each sender wakes
+if there are sleepers (``kernels.receive``).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from miraccl.native.intrinsics import (
     PyBytes_Size,
     PyLong_AsLong,
     PyLong_FromLong,
-    PyTuple_New,
     PyTuple_SetItem,
+    PyType_GenericAlloc,
     add32,
     clock_gettime,
     fence,
@@ -26,12 +26,15 @@ from miraccl.native.intrinsics import (
     load,
     load_acquire,
     memcpy,
-    pause,
+    sched_getcpu,
     store,
     store_release,
     syscall,
 )
 from miraccl.p2p import segment_layout as layout
+
+#: Offset of ``ob_type`` in an object (CPython Include/object.h).
+OB_TYPE = 8
 
 
 @inline
@@ -60,8 +63,12 @@ def write_record(pair: int, kind: int, number: int, data: int, nbytes: int) -> b
     """Append a record; return False if the ring is full. One thread at a time."""
     size = layout.RECORD_BYTES + ((nbytes + 7) & ~7)
     tail = load(pair + layout.PAIR_TAIL)
-    if tail + size - load_acquire(pair + layout.PAIR_HEAD) > layout.RING_BYTES:
-        return False
+    # The reader writes the head's line with each record: it is read only if the ring seems full.
+    if tail + size - load(pair + layout.PAIR_SEEN) > layout.RING_BYTES:
+        head = load_acquire(pair + layout.PAIR_HEAD)
+        store(pair + layout.PAIR_SEEN, head)
+        if tail + size - head > layout.RING_BYTES:
+            return False
     ring = pair + layout.PAIR_RING
     start = tail & (layout.RING_BYTES - 1)  # a record is 8-byte aligned, its words never wrap
     store(ring + start, nbytes | (kind << 32))
@@ -69,6 +76,18 @@ def write_record(pair: int, kind: int, number: int, data: int, nbytes: int) -> b
     ring_copy(ring, tail + layout.RECORD_BYTES, data, nbytes, False)
     store_release(pair + layout.PAIR_TAIL, tail + size)
     return True
+
+
+@inline
+def post_local(pair: int, doorbell: int, kind: int, number: int, data: int, nbytes: int) -> int:
+    """Append a record to the ring of another process and wake its reader; return 1, or 0."""
+    core = sched_getcpu() + 1
+    if load(pair + layout.PAIR_CORE) != core:
+        store(pair + layout.PAIR_CORE, core)
+    if not write_record(pair, kind, number, data, nbytes):
+        return 0
+    wake_sleepers(doorbell)
+    return 1
 
 
 def post_record(self: int, args: int, nargs: int) -> int:
@@ -79,24 +98,21 @@ def post_record(self: int, args: int, nargs: int) -> int:
     pair, doorbell = PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))
     kind, number = PyLong_AsLong(load(args + 16)), PyLong_AsLong(load(args + 24))
     data, nbytes = PyBytes_AsString(load(args + 32)), PyLong_AsLong(load(args + 40))
-    if not write_record(pair, kind, number, data, nbytes):
-        return PyLong_FromLong(0)
-    wake_sleepers(doorbell)
-    return PyLong_FromLong(1)
+    return PyLong_FromLong(post_local(pair, doorbell, kind, number, data, nbytes))
 
 
-def post_now(self: int, args: int, nargs: int) -> int:
-    """``post_now(pair, doorbell, data)``: post a bytes object without a transfer; 1, or 0 if it
-    does not fit.
+def post(self: int, args: int, nargs: int) -> int:
+    """``post(data)``, bound to the address of its ``POST_`` words: post a notification without a
+    transfer; 1, or 0 if ``data`` is not a bytes object that fits.
     """
-    pair, data = PyLong_AsLong(load(args)), load(args + 16)
+    words, data = PyLong_AsLong(self), load(args)
+    if load(data + OB_TYPE) != load(words + layout.POST_BYTES_TYPE):
+        return PyLong_FromLong(0)
     nbytes = PyBytes_Size(data)
     if nbytes > layout.MAX_NOTIFICATION:
         return PyLong_FromLong(0)
-    if not write_record(pair, 0, 0, PyBytes_AsString(data), nbytes):
-        return PyLong_FromLong(0)
-    wake_sleepers(PyLong_AsLong(load(args + 8)))
-    return PyLong_FromLong(1)
+    pair, doorbell = load(words + layout.POST_PAIR), load(words + layout.POST_DOORBELL)
+    return PyLong_FromLong(post_local(pair, doorbell, 0, 0, PyBytes_AsString(data), nbytes))
 
 
 def take_record(self: int, args: int, nargs: int) -> int:
@@ -136,12 +152,12 @@ def has_record(inbox: int) -> bool:
 
 
 @inline
-def take_plain(inbox: int, none: int) -> int:
-    """Return (peer, agent, number, data, none) of the first record without an error, or 0.
+def take_plain(inbox: int) -> int:
+    """Return the ``Notification`` of the first record without an error, or 0.
 
     Anything else stays in its ring. The caller holds the GIL.
     """
-    rings = load_acquire(inbox + layout.INBOX_RINGS)
+    none, rings = load(inbox + layout.INBOX_NONE), load_acquire(inbox + layout.INBOX_RINGS)
     for i in range(load(rings)):
         entry = rings + layout.RINGS_ENTRIES + layout.RING_ENTRY_BYTES * i
         pair = load(entry)
@@ -155,7 +171,9 @@ def take_plain(inbox: int, none: int) -> int:
                 return 0
             if tail - head > layout.RING_BYTES:
                 return 0
-            made, data = PyTuple_New(5), PyBytes_FromStringAndSize(0, nbytes)
+            # As ``tuple.__new__(Notification, fields)``, in a third of its time.
+            made = PyType_GenericAlloc(load(inbox + layout.INBOX_TYPE), 5)
+            data = PyBytes_FromStringAndSize(0, nbytes)
             number = load(ring + ((head + 8) & (layout.RING_BYTES - 1)))
             ring_copy(ring, head + layout.RECORD_BYTES, PyBytes_AsString(data), nbytes, True)
             store_release(pair + layout.PAIR_HEAD, head + size)
@@ -168,30 +186,9 @@ def take_plain(inbox: int, none: int) -> int:
             PyTuple_SetItem(made, 3, data)
             Py_IncRef(none)
             PyTuple_SetItem(made, 4, none)
+            store(inbox + layout.INBOX_CORE, load(pair + layout.PAIR_CORE))
             return made
     return 0
-
-
-def take_soon(self: int, args: int, nargs: int) -> int:
-    """``take_soon(inbox, spin_ns)``: the fields of the next notification as a tuple, or 0.
-
-    It polls with the GIL, for less time than releasing it would take. While another thread takes
-    records out of the rings it returns 0, so that they keep their order.
-    """
-    inbox, spin_ns = PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))
-    if load(inbox + layout.INBOX_DRAINING) != 0:
-        return PyLong_FromLong(0)
-    scratch = inbox + layout.INBOX_SCRATCH
-    start, elapsed = now_ns(scratch), 0
-    while True:
-        if has_record(inbox):
-            made = take_plain(inbox, load(inbox + layout.INBOX_NONE))
-            return made if made != 0 else PyLong_FromLong(0)
-        elapsed = now_ns(scratch) - start
-        if elapsed >= spin_ns:
-            return PyLong_FromLong(0)
-        for _ in range(4):
-            pause()
 
 
 @inline
@@ -210,8 +207,7 @@ def ring_doorbell(self: int, args: int, nargs: int) -> int:
 
 EXPORTS: dict[str, Any] = {
     "post_record": post_record,
-    "post_now": post_now,
+    "post": post,
     "take_record": take_record,
-    "take_soon": take_soon,
     "ring_doorbell": ring_doorbell,
 }

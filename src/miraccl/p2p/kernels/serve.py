@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from miraccl.native.copies import copy_apart
 from miraccl.native.intrinsics import (
     FUTEX_WAKE,
     SYS_FUTEX,
@@ -16,9 +17,11 @@ from miraccl.native.intrinsics import (
     PyEval_SaveThread,
     PyLong_AsLong,
     PyLong_FromLong,
+    add32,
     exchange,
     inline,
     load,
+    load32,
     load_acquire,
     memcpy,
     memmove,
@@ -36,6 +39,7 @@ from miraccl.p2p.kernels.sockets import (
     FOREVER,
     POLLIN,
     POLLOUT,
+    SYS_RECVFROM,
     SYS_RECVMSG,
     SYS_SENDMSG,
     add_vector,
@@ -44,6 +48,7 @@ from miraccl.p2p.kernels.sockets import (
     relax,
     settle,
     transmit,
+    transmit_one,
     wait_socket,
 )
 
@@ -290,7 +295,7 @@ def place_staged(stream: int, header: int, base: int, nbytes: int) -> tuple[int,
     while left > 0 and index < count:
         offset, length = extent_at(header, index)
         part = min(length, left)
-        memcpy(base + offset, source, part)
+        copy_apart(base + offset, source, part)
         source += part
         left -= part
         if part == length:
@@ -503,8 +508,7 @@ def receive_staged(stream: int) -> int:
         store(stream + frames.SERVE_START, 0)
     end = load(stream + frames.SERVE_END)
     room = min(frames.STAGING_BYTES - end, frames.STAGED_RECEIVE)
-    used = add_vector(load(stream + frames.SERVE_VECTORS), 0, staging + end, room)
-    got = transmitted(stream, SYS_RECVMSG, used)
+    got = transmit_one(SYS_RECVFROM, load(stream + frames.SERVE_FD), staging + end, room)
     if got > 0:
         store(stream + frames.SERVE_END, end + got)
     return got
@@ -530,9 +534,12 @@ def await_request(stream: int) -> int:
                 return frames.SERVE_BROKEN
             leave_turn(stream)
         now = now_ns(scratch)
+        returned = load32(stream + frames.SERVE_RETURNED)
         polled = load_acquire(stream + frames.SERVE_POLLED)
         if polled > now:
-            nap(stream + frames.SERVE_POLLED, polled, min(polled - now, frames.LEASE_NS), scratch)
+            # Not on SERVE_POLLED, which each poll changes: this thread would never sleep.
+            wait_ns = min(polled - now, frames.LEASE_NS)
+            nap(stream + frames.SERVE_RETURNED, returned, wait_ns, scratch)
             since = 0
         else:
             if since == 0:
@@ -637,7 +644,8 @@ def poll_notification(stream: int, now: int) -> bool:
     store_release(stream + frames.SERVE_POLLED, now + frames.LEASE_NS if mine else 0)
     leave_turn(stream)
     if not mine:
-        syscall(SYS_FUTEX, stream + frames.SERVE_POLLED, FUTEX_WAKE, 1, 0, 0, 0)
+        add32(stream + frames.SERVE_RETURNED, 1)
+        syscall(SYS_FUTEX, stream + frames.SERVE_RETURNED, FUTEX_WAKE, 1, 0, 0, 0)
     return found
 
 

@@ -57,11 +57,11 @@ class Miraccl:
     def connect(self, offer: Any, nbytes: int) -> float:
         from miraccl.p2p.descriptors import RemoteMemory
 
+        self.local = np.zeros(nbytes, np.uint8)
+        self.local[:] = pattern(nbytes)
         start = time.perf_counter()
         self.peer = self.agent.connect(offer["address"])
         self.remote = RemoteMemory.decode(bytes.fromhex(offer["blob"]))
-        self.local = np.zeros(nbytes, np.uint8)
-        self.local[:] = pattern(nbytes)
         self.peer.write(self.local[:64], self._part(64, 64)).wait()
         return (time.perf_counter() - start) * 1e3
 
@@ -163,9 +163,9 @@ class Nixl:
         }
 
     def connect(self, offer: Any, nbytes: int) -> float:
-        start = time.perf_counter()
         self.local = np.zeros(nbytes, np.uint8)
         self.local[:] = pattern(nbytes)
+        start = time.perf_counter()
         self.agent.register_memory([(self.local.ctypes.data, nbytes, 0, "")], "DRAM")
         self.remote_name = self.agent.add_remote_agent(bytes.fromhex(offer["meta"]))
         if isinstance(self.remote_name, bytes):
@@ -257,9 +257,9 @@ class Mooncake:
         }
 
     def connect(self, offer: Any, nbytes: int) -> float:
-        start = time.perf_counter()
         self.local = np.zeros(nbytes, np.uint8)
         self.local[:] = pattern(nbytes)
+        start = time.perf_counter()
         self.engine.register_memory(self.local.ctypes.data, nbytes)
         self.remote, self.remote_name = offer["address"], offer["name"]
         self.prepare("write", 64, None)()
