@@ -69,6 +69,12 @@ BENCHMARKS = (
         text="DDP and FSDP2, with losses and weights compared bit by bit.",
     ),
     Benchmark(
+        folder="training_host",
+        title="Training bound by the host",
+        script="bench/training.py --model mlp",
+        text="DDP of 64 small layers in buckets of 0.3 MB, whose step the host's calls decide.",
+    ),
+    Benchmark(
         folder="torch_calls",
         title="PyTorch calls",
         script="bench/torch_calls.py",
