@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import describe_machine, heading, markdown_table
 from tests.support import netlab
 
+from miraccl.proxy.compiled_thread import SPIN_NS
 from miraccl.proxy.datagram_engine import DatagramEngine
 from miraccl.proxy.stream_engine import ProgressEngine
 from miraccl.transport.base import DatagramOptions, Endpoint
@@ -43,6 +44,10 @@ TIMEOUT_S = 60.0
 MESSAGE = 1 << 20
 #: Ethernet header, which tbf counts.
 ETHERNET_BYTES = 14
+#: Time for which all paths are dead.
+OUTAGE_S = 10.0
+#: Ticks per second of /proc.
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Rank:
@@ -56,6 +61,7 @@ class Rank:
             rank=rank,
             wake=lambda _: self.news.set(),
             on_lost=lambda p, loss: None,
+            spin_ns=spec.get("spin_ns", SPIN_NS),
         )
         endpoint = Endpoint(
             rank=rank, hostid=str(rank), pid=os.getpid(), addresses=tuple(spec["addresses"][rank])
@@ -159,6 +165,21 @@ class Rank:
             return []
         return [vars(report) for report in self.engine.reports()]
 
+    def usage(self) -> dict[str, float]:
+        """Processor time of this process by thread and mode, rounds and system calls so far."""
+        found = {"user_s": 0.0, "system_s": 0.0, "engine_s": 0.0, "rounds": self.engine.rounds}
+        engines = {t.native_id for t in threading.enumerate() if t.name.startswith("miraccl-")}
+        for task in Path("/proc/self/task").iterdir():
+            fields = (task / "stat").read_text().rpartition(")")[2].split()
+            user, system = (int(fields[i]) / TICKS for i in (11, 12))
+            found["user_s"] += user
+            found["system_s"] += system
+            if int(task.name) in engines:
+                found["engine_s"] += user + system
+        if isinstance(self.engine, DatagramEngine):
+            found |= self.engine.system_calls()
+        return found
+
     def wait_open(self) -> None:
         """Wait until every path is open: a lost ARP request is repeated after a second only."""
         self.wait(lambda: all(path["state"] == "open" for path in self.paths()))
@@ -249,13 +270,23 @@ def ranks_in(lab: netlab.Lab | None, n: int, **spec: Any) -> Iterator[Ranks]:
 
 def udp_rate(lab: netlab.Lab | None, seconds: float, **options: Any) -> dict[str, Any]:
     """Stream messages over UDP; return goodput in Mbit/s, CPU, and what the paths resent."""
-    with ranks_in(lab, 2, net=options.pop("net", "udp"), options=options) as ranks:
+    spec = {"net": options.pop("net", "udp"), "spin_ns": options.pop("spin_ns", SPIN_NS)}
+    with ranks_in(lab, 2, options=options, **spec) as ranks:
+        before = ranks.call("usage")[0]
         (times, _), cpu = ranks.call("stream", MESSAGE, seconds)
+        after = ranks.call("usage")[0]
         paths = ranks.call("paths")[0][1]
     nbytes = MESSAGE * (len(times) - 1)
+    gigabytes = MESSAGE * len(times) / 1e9
+    names = ("receiver", "sender")
     return {
         "mbps": nbytes * 8 / (times[-1] - times[0]) / 1e6,
-        "cpu_s_per_GB": cpu / (MESSAGE * len(times)) * 1e9,
+        "cpu_s_per_GB": cpu / gigabytes,
+        "per_GB": {
+            f"{name} {what}": (new[what] - old[what]) / gigabytes
+            for name, old, new in zip(names, before, after, strict=True)
+            for what in old
+        },
         "sent": sum(p["sent_packets"] for p in paths),
         "resent": sum(p["resent"] for p in paths),
         "mbps_by_path": [round(p["sent_bytes"] * 8 / seconds / 1e6, 1) for p in paths],
@@ -403,6 +434,7 @@ def rows_failure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             lab.set_up(1, up=True)
             healed = time.monotonic()
             (times, _), _ = ranks.finish()
+            died_path = ranks.call("paths")[0][1][1]
         gaps = [(b - a, a) for a, b in itertools.pairwise(times)]
 
         def rate_in(low: float, high: float) -> float:
@@ -417,21 +449,24 @@ def rows_failure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "before_mbps": rate_in(start + 0.3, died),
             "during_mbps": rate_in(died + 0.1, healed),
             "longest_gap_ms": max(g for g, at in gaps if died - 0.1 < at < healed) * 1e3,
+            "longest_gap_before_ms": max(g for g, at in gaps if start + 0.3 < at < died) * 1e3,
+            "suspect_after_ms": died_path["silence"] / 1e6,
+            "of_which_thread_late_ms": died_path["late"] / 1e6,
             "used_again_after_ms": (back - healed) * 1e3,
         }
         with ranks_in(lab, 2, net="udp", options={"ports": 1}) as ranks:
-            ranks.start("stream", small, 6.0)
+            ranks.start("stream", small, OUTAGE_S + 2.0)
             time.sleep(1.0)
             for path in (0, 1):
                 lab.set_up(path, up=False)
-            time.sleep(3.0)
+            time.sleep(OUTAGE_S)
             for path in (0, 1):
                 lab.set_up(path, up=True)
             healed = time.monotonic()
             (times, _), _ = ranks.finish()
         first = next(t for t in times if t > healed)
         yield {
-            "title": "both paths die for 3 s",
+            "title": f"both paths die for {OUTAGE_S:.0f} s",
             "messages": len(times),
             "resumed_after_ms": (first - healed) * 1e3,
         }
@@ -501,6 +536,33 @@ def rows_cpu(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield row
 
 
+def rows_spin(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Time that idle threads poll before they sleep: processor time and latency, in turns."""
+    costs: dict[str, list[float]] = {}
+
+    def note(name: str, value: float) -> None:
+        costs.setdefault(name, []).append(value)
+
+    with netlab.Lab(queue=args.queue, rate=args.rate) as lab:
+        for _ in range(args.rounds):
+            for spin_us in (0, 10, 50, 200):
+                spin = {"spin_ns": spin_us * 1000}
+                found = udp_rate(None, args.seconds / 2, mtu=1472, **spin)
+                note(f"{spin_us} us: loopback s per GB", found["cpu_s_per_GB"])
+                note(f"{spin_us} us: loopback Mbit/s", found["mbps"])
+                found = udp_rate(lab, args.seconds / 2, ports=1, **spin)
+                note(f"{spin_us} us: {args.rate / 1e6:.0f} Mbit/s s per GB", found["cpu_s_per_GB"])
+                note(f"{spin_us} us: {args.rate / 1e6:.0f} Mbit/s reached", found["mbps"])
+                for net in ("udp", "tcp"):
+                    with ranks_in(None, 2, net=net, options={"ports": 1}, **spin) as ranks:
+                        times = ranks.call("one_by_one", 64 << 10, 400)[0][1][50:]
+                    note(
+                        f"{spin_us} us: {net} 64 KiB and answer us", statistics.median(times) * 1e6
+                    )
+    figures = {name: statistics.median(values) for name, values in costs.items()}
+    yield {"title": "polling before sleep", **figures}
+
+
 ROWS: dict[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = {
     "one": rows_one,
     "four": rows_four,
@@ -510,6 +572,7 @@ ROWS: dict[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = {
     "incast": rows_incast,
     "cpu": rows_cpu,
     "loopback": rows_loopback,
+    "spin": rows_spin,
 }
 
 

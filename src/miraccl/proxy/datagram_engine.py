@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miraccl import native
-from miraccl.native.crypto import AesGcm, addresses
+from miraccl.native.crypto import GHASH_NAMES, AesGcm, Gmac, addresses, ghash_addresses
 from miraccl.proxy.datagram_driver import NSTREAMS, flow_config, now_ns
 from miraccl.proxy.flow_memory import FlowMemory
 from miraccl.proxy.kernels import flow_layout, link_layout
@@ -55,6 +55,8 @@ class PathReport:
         window, rate: Congestion window, and pacing rate in bytes per second.
         resent: Packets declared lost and not only late.
         gso: False if the interface refuses UDP_SEGMENT.
+        silence: Time from the last packet until the path was SUSPECT the last time.
+        late: Part of it after the timer was due: the thread did not run.
     """
 
     peer: int
@@ -79,6 +81,8 @@ class PathReport:
     send_errors: int
     last_errno: int
     gso: bool
+    silence: int
+    late: int
     controller: str
 
 
@@ -87,7 +91,7 @@ class DatagramLink(EngineLink):
     """One peer: its link and flow; the sockets belong to the transport."""
 
     flow: FlowMemory
-    ciphers: tuple[AesGcm, AesGcm]
+    ciphers: tuple[AesGcm | Gmac, AesGcm | Gmac]
     abort: Any = field(repr=False)
     aborted: bool = False
 
@@ -186,6 +190,13 @@ class DatagramEngine(ProgressEngine):
         """Number of packets without a valid tag."""
         return self._word(flow_layout.PORT_STRANGERS)
 
+    def system_calls(self) -> dict[str, int]:
+        """Return the calls of sendmsg and recvmsg so far."""
+        return {
+            "sends": self._word(flow_layout.PORT_SENDS),
+            "receives": self._word(flow_layout.PORT_RECEIVES),
+        }
+
     # --- the thread
 
     def _new_link(self, connection: NetConnection) -> EngineLink:
@@ -200,12 +211,12 @@ class DatagramEngine(ProgressEngine):
         )
         memory = self._link_memory(config, connection)
         flow = FlowMemory(flow_config(connection), memory.address, self._library.address)
-        ciphers = AesGcm(connection.send_key), AesGcm(connection.recv_key)
+        seal, ciphers = self._ciphers(connection)
         flow.store(flow_layout.FLOW_PORT, self._port.address)
         flow.store(flow_layout.FLOW_ADMITTED, UNSOLICITED_BYTES)
         flow.store(flow_layout.FLOW_ADMITS, int(connection.budget > 0))
-        flow.store(flow_layout.FLOW_SEAL, ciphers[0].prepared(sealing=True))
-        flow.store(flow_layout.FLOW_OPEN, ciphers[1].prepared(sealing=False))
+        flow.store(flow_layout.FLOW_SEAL, seal[0])
+        flow.store(flow_layout.FLOW_OPEN, seal[1])
         for index in range(len(connection.paths)):
             self._write_address(flow, connection, index)
         link = DatagramLink(
@@ -223,15 +234,26 @@ class DatagramEngine(ProgressEngine):
         self._write_hash([*self._datagram_links(), link])
         return link
 
+    def _ciphers(
+        self, connection: DatagramConnection
+    ) -> tuple[tuple[int, int], tuple[AesGcm | Gmac, AesGcm | Gmac]]:
+        """Return the contexts that seal and open packets, by address, and their owners."""
+        if self._word(flow_layout.PORT_PROTECTION) == flow_layout.PROTECT_GMAC:
+            block = self._library.address(native.PREFIX + "aes_block")
+            macs = Gmac(connection.send_key, block), Gmac(connection.recv_key, block)
+            return (macs[0].address, macs[1].address), macs
+        keys = AesGcm(connection.send_key), AesGcm(connection.recv_key)
+        return (keys[0].prepared(sealing=True), keys[1].prepared(sealing=False)), keys
+
     def _open_port(self, connection: DatagramConnection) -> None:
         """Watch the sockets of the transport, once."""
         if self._sockets:
             return
         self._sockets = connection.streams
-        functions = addresses()
-        for i, name in enumerate(_CRYPTO):
-            self._store_port(flow_layout.PORT_CRYPTO + 8 * i, functions[name])
+        write_crypto(self._port.address)
         protection = _PROTECTIONS[Protection(connection.options.protection)]
+        if protection == flow_layout.PROTECT_MAC and ghash_addresses():
+            protection = flow_layout.PROTECT_GMAC
         self._store_port(flow_layout.PORT_PROTECTION, protection)
         self._store_port(flow_layout.PORT_BUDGET, connection.budget)
         self._store_port(flow_layout.PORT_ALLOWANCE, connection.budget)
@@ -283,6 +305,17 @@ class DatagramEngine(ProgressEngine):
         return int(struct.unpack("<q", memory_at(self._port.address + offset, 8))[0])
 
 
+def write_crypto(port: int) -> None:
+    """Write the addresses of libcrypto's functions into a port."""
+    functions = addresses() | ghash_addresses()
+    for offset, names in (
+        (flow_layout.PORT_CRYPTO, _CRYPTO),
+        (flow_layout.PORT_GHASH, GHASH_NAMES),
+    ):
+        for i, name in enumerate(names):
+            memory_at(port + offset + 8 * i, 8)[:] = struct.pack("<q", functions.get(name, 0))
+
+
 def socket_address(host: str, port: int) -> bytes:
     """Return struct sockaddr_in or sockaddr_in6 (ip(7), ipv6(7))."""
     if ":" in host:
@@ -322,5 +355,7 @@ def _report(link: DatagramLink, index: int, path: DatagramPath, local: str) -> P
         send_errors=word(flow_layout.PATH_SEND_ERRORS),
         last_errno=word(flow_layout.PATH_LAST_ERRNO),
         gso=not word(flow_layout.PATH_NO_GSO),
+        silence=word(flow_layout.PATH_SILENCE),
+        late=word(flow_layout.PATH_LATE),
         controller=link.flow.config.congestion,
     )

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from miraccl import native
-from miraccl.proxy.compiled_thread import CompiledThread
+from miraccl.proxy.compiled_thread import SPIN_NS, CompiledThread
 from miraccl.proxy.kernels import link_layout as layout
 from miraccl.proxy.kernels.link_io import LOW_WATER_BYTES, RAIL_LOW_WATER_BYTES
 from miraccl.proxy.link_memory import LinkMemory
@@ -93,6 +93,7 @@ class ProgressEngine(CompiledThread[EngineLink]):
 
     Args:
         segment_bytes: Largest segment of a message.
+        spin_ns: Nanoseconds that an idle engine polls before it sleeps.
     """
 
     noun = "progress engine"
@@ -110,9 +111,17 @@ class ProgressEngine(CompiledThread[EngineLink]):
         control: int = 0,
         atomics: Atomics | None = None,
         segment_bytes: int = SEGMENT_BYTES,
+        spin_ns: int = SPIN_NS,
     ) -> None:
         self._segment_bytes = segment_bytes
-        super().__init__(rank=rank, wake=wake, on_lost=on_lost, control=control, atomics=atomics)
+        super().__init__(
+            rank=rank,
+            wake=wake,
+            on_lost=on_lost,
+            control=control,
+            atomics=atomics,
+            spin_ns=spin_ns,
+        )
 
     def _prepare(self) -> None:
         super()._prepare()

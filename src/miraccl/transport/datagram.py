@@ -59,8 +59,9 @@ CHECK_INTERVAL_S = 0.2
 #: Values of MIRACCL_UDP_ADMISSION.
 CTS, CREDIT = ADMISSIONS = "cts", "credit"
 POLL_INTERVAL_S = 0.0005
-#: Largest UDP payload: a packet is copied and checked as a whole, and a lost one is resent.
-MAX_MTU = 1 << 15
+#: Largest UDP payload: a packet is copied and checked as a whole, and a lost one is resent. Two of
+#: them fit into one call with UDP_SEGMENT.
+MAX_MTU = 32_736
 #: Smallest share of a receive buffer: ten packets of 1500 bytes.
 MIN_SHARE_BYTES = 16 << 10
 #: linux/in.h, in6.h: path MTU discovery that ignores ICMP, and the MTU of a connected route.

@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miraccl.wire.datagram.control import CONTROLLERS
-from miraccl.wire.datagram.flow import DatagramFlow
+from miraccl.wire.datagram.control import CONTROLLERS, WINDOW, controller
+from miraccl.wire.datagram.flow import HEADED_PACKETS, DatagramFlow
+from miraccl.wire.datagram.flow_records import FlowConfig
 from miraccl.wire.datagram.packets import MIN_MTU
+from miraccl.wire.datagram.path import FlowPath
+from miraccl.wire.datagram.rtt import RttEstimator
 from tests.wire.datagram.network import MS, SECOND, US, Network, PathModel
 
 MEBI = 1 << 20
@@ -30,13 +33,37 @@ def transfer(net: Network, nbytes: int, frame: int = MEBI // 4) -> None:
         assert by_stream[stream] == frames[stream::16], "each frame once, in order, byte-equal"
 
 
-@pytest.mark.parametrize(("loss", "share"), [(0.0, 0.95), (0.01, 0.95), (0.05, 0.93)])
+@pytest.mark.parametrize(("loss", "share"), [(0.0, 0.98), (0.01, 0.97), (0.05, 0.95)])
 def test_one_path_is_filled_whatever_the_loss(loss: float, share: float) -> None:
     net = Network([PathModel(loss=loss)])
     transfer(net, 4 * MEBI)
     assert net.goodput_share(4 * MEBI) >= share
     resent = net.sent[0] - 4 * MEBI / (1472 - 16 - 12 - 16)
     assert resent <= 1.3 * net.dropped[0] + 120
+
+
+def test_one_packet_is_admitted_whatever_the_window() -> None:
+    path = FlowPath(0, controller("swift"), 9000)
+    path.control[WINDOW] = 4 * MIN_MTU  # its packets had shrunk
+    assert path.has_room(9000)
+    path.on_sent(0, 9000, [], probe=False, grant=False, limited=False)
+    assert not path.has_room(9000)
+
+
+def test_a_round_trip_of_an_hour_is_not_believed() -> None:
+    rtt = RttEstimator()
+    rtt.add(3600 * SECOND, 0)
+    assert rtt.smoothed <= 2 * SECOND
+
+
+def test_a_header_travels_in_few_packets_of_a_frame() -> None:
+    flow = DatagramFlow(FlowConfig(connection=1, peer_connection=2, npaths=2, nstreams=1, mtu=1472))
+    flow.submit(0, bytes(48), 20_000)
+    headed = [0, 0]
+    for now in range(SECOND, 2 * SECOND, 5 * MS):
+        if (packet := flow.next_packet(now)) is not None:
+            headed[packet.path] += sum(bool(s.header) for s in packet.segments)
+    assert headed == [HEADED_PACKETS, HEADED_PACKETS]
 
 
 def test_four_paths_carry_the_sum_of_their_rates() -> None:

@@ -4,6 +4,8 @@
 SOURCES = (
     "miraccl.transport.fifo",
     "miraccl.wire.proxy_sender",
+    "miraccl.wire.datagram",
+    "miraccl.wire.datagram.control",
     "miraccl.wire.stream",
     "miraccl.wire.verbs.policy",
     "miraccl.executor.cpu.kernels.layout",

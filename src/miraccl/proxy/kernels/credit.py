@@ -55,7 +55,9 @@ def refill(port: int, now: int) -> None:
     if rate == 0:
         store(port + layout.PORT_ALLOWANCE, budget)
     elif now > refilled:
-        more = (now - refilled) * rate // SECOND
+        # the time in which the allowance fills up: a longer one would overflow
+        elapsed = min(now - refilled, budget * SECOND // rate + 1)
+        more = elapsed * rate // SECOND
         allowance = min(budget, load(port + layout.PORT_ALLOWANCE) + more)
         store(port + layout.PORT_ALLOWANCE, allowance)
         store(port + layout.PORT_REFILLED, now)

@@ -24,6 +24,7 @@ from miraccl.proxy.kernels import flow_layout
 from miraccl.proxy.kernels import link_layout as layout
 from miraccl.proxy.kernels.credit import credit_timer, issue_grants
 from miraccl.proxy.kernels.datagram_io import (
+    aes_block,
     build,
     flush,
     now_ns,
@@ -268,6 +269,7 @@ EXPORTS: dict[str, Any] = {
     "run": run,
     "close_link": close_link,
     "abort_flow": abort_flow,
+    "aes_block": aes_block,
     "post_receives": post_receives,
     "drain_queues": drain_queues,
 }

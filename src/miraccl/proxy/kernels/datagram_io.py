@@ -40,6 +40,7 @@ from miraccl.proxy.kernels.packet_queues import (
     repost,
 )
 from miraccl.wire.datagram.packets import DATA_BYTES, HEADER_BYTES, TAG_BYTES, VERSION
+from miraccl.wire.datagram.seal import NONCE_BYTES
 
 SYS_PPOLL = 73 if platform.machine() == "aarch64" else 271
 MSG_DONTWAIT, MSG_NOSIGNAL = 0x40, 0x4000
@@ -59,8 +60,10 @@ CMSG_HEADER = 16
 ECN_MASK, ECN_CE = 3, 3
 #: openssl/evp.h
 GET_TAG, SET_TAG = 0x10, 0x11
-#: Bytes of one call with UDP_SEGMENT (an IPv4 packet's limit), and of payload worth an iovec.
-MAX_CALL_BYTES = 65_000
+#: Bytes of one call with UDP_SEGMENT: with headers of at most 62 bytes they stay below an interface's
+#: gso_max_size of 65,536, from which on the kernel cuts them before it.
+MAX_CALL_BYTES = 65_472
+#: Bytes of payload that are worth an iovec.
 COPY_BYTES = 256
 #: Time to wait for room in the socket's send buffer before packets count as lost.
 SEND_WAIT_NS = 2_000_000
@@ -112,6 +115,31 @@ def seal_mac(port: int, context: int, packet: int, group: int, vectors: int, tag
     crypto(port, 6, context, GET_TAG, TAG_BYTES, tag, 0)
 
 
+def aes_block(source: int, target: int, record: int) -> int:
+    """Encrypt one block for GHASH's context (``native.crypto.Gmac``)."""
+    return call6(load(record), load(record + 8), target, record + 16, source, 16, 0)
+
+
+@inline
+def ghash(port: int, function: int, context: int, a: int, b: int) -> int:
+    """Call a function of libcrypto's GHASH; return its int result."""
+    address = load(port + layout.PORT_GHASH + 8 * function)
+    return call6(address, context, a, b, 0, 0, 0) & 0xFFFFFFFF
+
+
+@inline
+def seal_gmac(port: int, context: int, packet: int, group: int, vectors: int, tag: int) -> None:
+    """Write the tag over all iovecs of the last packet of a group."""
+    ghash(port, 0, context, set_nonce(port, packet), NONCE_BYTES)
+    first = load(group + layout.GROUP_FIRST + 8 * load(group + layout.GROUP_COUNT))
+    last = load(group + layout.GROUP_VECTORS) - 1
+    for i in range(first, last + 1):
+        vector = vectors + 16 * i
+        size = load(vector + 8) - TAG_BYTES if i == last else load(vector + 8)
+        ghash(port, 1, context, load(vector), size)
+    ghash(port, 2, context, tag, TAG_BYTES)
+
+
 @inline
 def seal_aead(port: int, context: int, packet: int, size: int) -> None:
     """Encrypt a contiguous packet in place and append its tag."""
@@ -130,6 +158,10 @@ def is_authentic(port: int, flow: int, packet: int, size: int) -> bool:
     if mode == layout.PROTECT_NONE:
         return True
     integer, tag = port + layout.PORT_INT, packet + size - TAG_BYTES
+    if mode == layout.PROTECT_GMAC:
+        ghash(port, 0, context, set_nonce(port, packet), NONCE_BYTES)
+        ghash(port, 1, context, packet, size - TAG_BYTES)
+        return ghash(port, 3, context, tag, TAG_BYTES) == 0
     clear = size - TAG_BYTES if mode == layout.PROTECT_MAC else HEADER_BYTES
     crypto(port, 3, context, 0, 0, 0, set_nonce(port, packet))
     crypto(port, 4, context, 0, integer, packet, clear)
@@ -226,6 +258,8 @@ def build(port: int, flow: int) -> None:
     context = load(flow + layout.FLOW_SEAL)
     if mode == layout.PROTECT_MAC:
         seal_mac(port, context, packet, group, vectors, at)
+    elif mode == layout.PROTECT_GMAC:
+        seal_gmac(port, context, packet, group, vectors, at)
     elif mode == layout.PROTECT_AEAD:
         seal_aead(port, context, packet, size)
     else:

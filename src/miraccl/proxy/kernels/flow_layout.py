@@ -45,6 +45,8 @@ FLOW_GOODBYE = 144  # 1: the last acknowledgements are sent
 #: Admission of the peer (``wire.datagram.credit.SenderCredit``), used if FLOW_ADMITS is 1.
 FLOW_WANTED, FLOW_ADMITTED, FLOW_RECEIVED, FLOW_CREDIT_TURN, FLOW_ADMITS = 152, 160, 168, 192, 200
 FLOW_PATHS, FLOW_STREAMS = 176, 184  # addresses
+#: Of a test with a log: memory where frames land, ``LANDING_BYTES`` per stream, 0: nowhere.
+FLOW_LANDING, LANDING_BYTES = 208, 1 << 17
 FLOW_BYTES = 256
 
 # ---- path
@@ -76,7 +78,9 @@ PATH_SEND_ERRORS, PATH_LAST_ERRNO = 568, 576
 PATH_ADJUSTED = 592
 PATH_FULL_MTU, PATH_MTU_PROBE_AT, PATH_MTU_PROBE_INTERVAL = 584, 600, 608
 PATH_PAIR = 616  # address of the queue pair that carries the path, 0: a socket
-PATH_NUMBERS = 624
+#: The last change to SUSPECT: ns since the last packet was sent, and ns after the timer was due.
+PATH_SILENCE, PATH_LATE = 624, 632
+PATH_NUMBERS = 640
 #: Remembered packets that were declared lost: of all, and of each 32 positions.
 PATH_NLOST = PATH_NUMBERS + NUMBER_RANGES_BYTES
 PATH_STAMPED = PATH_NLOST + 8  # position of the first packet not given to the kernel yet
@@ -97,7 +101,8 @@ FSTREAM_FRAME = 0  # number of the frame in flight
 FSTREAM_SENT, FSTREAM_HEADER_SENT, FSTREAM_HEADER_ACKED, FSTREAM_RESEND_HEADER = 8, 16, 24, 32
 FSTREAM_NUMBER, FSTREAM_LENGTH = 40, 48  # incoming frame; length -1: not begun
 FSTREAM_TARGET = 56  # address of its payload, 0: none
-FSTREAM_ACKED = 64
+FSTREAM_HEADED = 64  # packets with the header by path, four bits each
+FSTREAM_ACKED = 72
 FSTREAM_RESEND = FSTREAM_ACKED + FRAME_RANGES_BYTES
 FSTREAM_RECEIVED = FSTREAM_RESEND + FRAME_RANGES_BYTES
 FSTREAM_BYTES = FSTREAM_RECEIVED + FRAME_RANGES_BYTES
@@ -116,7 +121,8 @@ PORT_FRAME = 0  # 48 bytes: an aligned copy of a frame header
 PORT_NSOCKETS = 48
 PORT_HASH, PORT_HASH_MASK = 56, 64  # table of (connection, flow), entries - 1
 PORT_PROTECTION = 72
-PROTECT_NONE, PROTECT_MAC, PROTECT_AEAD = 0, 1, 2
+#: GMAC: MAC by PORT_GHASH instead of PORT_CRYPTO; the packets are the same.
+PROTECT_NONE, PROTECT_MAC, PROTECT_AEAD, PROTECT_GMAC = 0, 1, 2, 3
 PORT_STRANGERS = 80  # packets without a valid tag
 PORT_QUEUES = 88  # table of devices with queue pairs (``queue_layout``), 0: none
 PORT_SENDS, PORT_RECEIVES = 96, 104  # system calls
@@ -151,7 +157,9 @@ PORT_CREDIT = PORT_GROUPS + GROUP_BYTES * MAX_PATHS
 #: Grants over all peers (``wire.datagram.credit.Grantor``); a budget of 0: none are needed.
 PORT_BUDGET, PORT_CREDIT_RATE = PORT_CREDIT, PORT_CREDIT + 8
 PORT_ALLOWANCE, PORT_REFILLED, PORT_TURN = PORT_CREDIT + 16, PORT_CREDIT + 24, PORT_CREDIT + 32
-PORT_BYTES = PORT_CREDIT + 64
+#: Functions of libcrypto's GHASH: set the nonce, add bytes, write the tag, check the tag.
+PORT_GHASH = PORT_CREDIT + 64
+PORT_BYTES = PORT_GHASH + 32
 #: Per path: iovecs of a group, and memory for headers, tags and ciphertext.
 VECTORS_PER_PATH, SCRATCH_PER_PATH = 1024, 1 << 18
 BUFFER_BYTES = 1 << 16

@@ -8,7 +8,7 @@ from miraccl.proxy.kernels import ranges
 from miraccl.wire.datagram import path as spec
 from miraccl.wire.datagram.control.base import RATE, SECOND, WINDOW
 from miraccl.wire.datagram.packets import MIN_MTU
-from miraccl.wire.datagram.rtt import SETTLED
+from miraccl.wire.datagram.rtt import MAX_NS, SETTLED
 
 MIN_LOSS_DELAY_NS = spec.MIN_LOSS_DELAY_NS
 MIN_PROBE_TIMEOUT_NS, MAX_PROBE_TIMEOUT_NS = spec.MIN_PROBE_TIMEOUT_NS, spec.MAX_PROBE_TIMEOUT_NS
@@ -56,11 +56,11 @@ def rate_of(path: int) -> int:
 
 @inline
 def has_room(path: int, size: int) -> bool:
-    """Return True if the window admits a packet of ``size`` bytes."""
-    if load(path + layout.PATH_NSENT) != 0:
-        waiting = load(path + layout.PATH_ORDER) - load(path + layout.PATH_OLDEST)
-        if waiting >= IN_FLIGHT_LIMIT:
-            return False
+    """Return True if the window admits a packet of ``size`` bytes; always one at a time."""
+    if load(path + layout.PATH_NSENT) == 0:
+        return True
+    if load(path + layout.PATH_ORDER) - load(path + layout.PATH_OLDEST) >= IN_FLIGHT_LIMIT:
+        return False
     limit = min(window_of(path), load(path + layout.PATH_MAX_IN_FLIGHT))
     return load(path + layout.PATH_IN_FLIGHT) + size <= limit
 
@@ -169,7 +169,7 @@ def on_spurious(path: int) -> None:
 @inline
 def add_rtt(path: int, sample: int, ack_delay: int) -> None:
     """Add a round-trip time (``wire.datagram.rtt``)."""
-    sample = max(1, sample)
+    sample = min(max(1, sample), MAX_NS)
     samples, smoothed = load(path + layout.PATH_SAMPLES), load(path + layout.PATH_SMOOTHED)
     store(path + layout.PATH_LATEST, sample)
     minimum = sample if samples == 0 else min(load(path + layout.PATH_MINIMUM), sample)

@@ -118,6 +118,7 @@ def frame_acknowledged(flow: int, index: int) -> None:
     store(fstream + layout.FSTREAM_FRAME, load(fstream + layout.FSTREAM_FRAME) + 1)
     store(fstream + layout.FSTREAM_SENT, 0)
     store(fstream + layout.FSTREAM_HEADER_SENT, 0)
+    store(fstream + layout.FSTREAM_HEADED, 0)
     store(fstream + layout.FSTREAM_HEADER_ACKED, 0)
     store(fstream + layout.FSTREAM_RESEND_HEADER, 0)
     store(fstream + layout.FSTREAM_ACKED, 0)
@@ -318,6 +319,9 @@ def path_on_timer(flow: int, path: int, now: int) -> None:
     due = timeout_at(path)
     if due == 0 or now < due:
         return
+    if load(path + layout.PATH_STATE) == layout.OPEN:
+        store(path + layout.PATH_SILENCE, now - load(path + layout.PATH_LAST_ELICITING))
+        store(path + layout.PATH_LATE, now - due)
     timeouts = load(path + layout.PATH_TIMEOUTS) + 1
     store(path + layout.PATH_TIMEOUTS, timeouts)
     store(path + layout.PATH_PROBES, 2)
@@ -482,6 +486,9 @@ def start_frame(flow: int, index: int, header: int) -> bool:
     store(fstream + layout.FSTREAM_RECEIVED, 0)
     store(fstream + layout.FSTREAM_TARGET, 0)
     if log(flow, layout.LOG_STARTED, index, 0, 0):
+        landing = load(flow + layout.FLOW_LANDING)
+        if landing != 0:
+            store(fstream + layout.FSTREAM_TARGET, landing + index * layout.LANDING_BYTES)
         return True
     copy = load(flow + layout.FLOW_PORT) + layout.PORT_FRAME
     memcpy(copy, header, FRAME_BYTES)

@@ -18,6 +18,7 @@ from miraccl.proxy.kernels.flow_path import (
     take_number,
     usable,
 )
+from miraccl.wire.datagram.flow import HEADED_PACKETS
 from miraccl.wire.datagram.packets import DATA_BYTES, HEADER_BYTES, PROBE_BYTES, TAG_BYTES
 
 FRAME_BYTES = link_layout.FRAME_BYTES
@@ -179,7 +180,30 @@ def control_records(flow: int, now: int, on: int, most: int, out: int) -> int:
 
 
 @inline
-def add_segment(flow: int, index: int, head: int, room: int, again: int, out: int) -> int:
+def header_for(fstream: int, path: int, again: int) -> int:
+    """Bytes of the frame header that a packet on a path is to carry, 0 for none."""
+    if load(fstream + layout.FSTREAM_HEADER_ACKED) != 0:
+        return 0
+    shift = 4 * load(path + layout.PATH_INDEX)
+    if again == 0 and load(fstream + layout.FSTREAM_HEADED) >> shift & 15 >= HEADED_PACKETS:
+        return 0
+    return FRAME_BYTES
+
+
+@inline
+def count_header(fstream: int, path: int) -> None:
+    """Count a packet with the frame header."""
+    store(fstream + layout.FSTREAM_HEADER_SENT, 1)
+    store(fstream + layout.FSTREAM_RESEND_HEADER, 0)
+    headed, shift = load(fstream + layout.FSTREAM_HEADED), 4 * load(path + layout.PATH_INDEX)
+    if headed >> shift & 15 < HEADED_PACKETS:
+        store(fstream + layout.FSTREAM_HEADED, headed + (1 << shift))
+
+
+@inline
+def add_segment(
+    flow: int, path: int, index: int, head: int, room: int, again: int, out: int
+) -> int:
     """Append bytes of a stream to the packet; return the room that they take, 0 for none."""
     fstream, length = fstream_of(flow, index), load(head + link_layout.ENTRY_LENGTH)
     if again != 0:
@@ -187,9 +211,7 @@ def add_segment(flow: int, index: int, head: int, room: int, again: int, out: in
             return 0
     elif not may_start(flow, fstream, length):
         return 0
-    header = 0
-    if load(fstream + layout.FSTREAM_HEADER_ACKED) == 0:
-        header = FRAME_BYTES
+    header = header_for(fstream, path, again)
     space = room - DATA_BYTES - header
     if space < 0 or (length != 0 and space < min(64, length)):
         return 0
@@ -209,8 +231,7 @@ def add_segment(flow: int, index: int, head: int, room: int, again: int, out: in
         store(flow + layout.FLOW_NEW_BYTES, new_bytes + stop - start)
         store(fstream + layout.FSTREAM_SENT, stop)
     if header != 0:
-        store(fstream + layout.FSTREAM_HEADER_SENT, 1)
-        store(fstream + layout.FSTREAM_RESEND_HEADER, 0)
+        count_header(fstream, path)
     count = load(out + layout.OUT_NSEGMENTS)
     segment = out + layout.OUT_SEGMENTS + count * layout.SEGMENT_BYTES
     store(segment, index)
@@ -227,7 +248,7 @@ def add_segment(flow: int, index: int, head: int, room: int, again: int, out: in
 
 
 @inline
-def fill(flow: int, room: int, out: int) -> int:
+def fill(flow: int, path: int, room: int, out: int) -> int:
     """Choose data for a packet: lost bytes first, then new ones; return their bytes."""
     n, first, left = load(flow + layout.FLOW_NSTREAMS), load(flow + layout.FLOW_TURN), room
     for again in range(1, -1, -1):
@@ -239,7 +260,7 @@ def fill(flow: int, room: int, out: int) -> int:
             while going:
                 used = 0
                 if load(out + layout.OUT_NSEGMENTS) < layout.MAX_SEGMENTS:
-                    used = add_segment(flow, index, head, left, again, out)
+                    used = add_segment(flow, path, index, head, left, again, out)
                 left -= used
                 going = used != 0
     return room - left
@@ -284,7 +305,7 @@ def finish(path: int, size: int, out: int) -> int:
 def data_packet(flow: int, now: int, path: int, out: int) -> int:
     """Build a packet with data."""
     control = control_records(flow, now, path, SHORT_ACK_RANGES, out)
-    data = fill(flow, load(path + layout.PATH_MTU) - HEADER_BYTES - TAG_BYTES - control, out)
+    data = fill(flow, path, load(path + layout.PATH_MTU) - HEADER_BYTES - TAG_BYTES - control, out)
     limited = not has_data(flow)
     return emit(flow, now, path, out, data, limited, 0)
 
@@ -319,7 +340,9 @@ def probe_packet(flow: int, now: int, path: int, out: int) -> int:
     control = control_records(flow, now, path, SHORT_ACK_RANGES, out)
     data = 0
     if living:
-        data = fill(flow, load(path + layout.PATH_MTU) - HEADER_BYTES - TAG_BYTES - control, out)
+        data = fill(
+            flow, path, load(path + layout.PATH_MTU) - HEADER_BYTES - TAG_BYTES - control, out
+        )
     if load(out + layout.OUT_NSEGMENTS) == 0:
         add_probe(path, control, out)
     return emit(flow, now, path, out, data, True, 1)

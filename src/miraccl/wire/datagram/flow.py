@@ -55,6 +55,10 @@ from miraccl.wire.stream import decode_frame
 _ACK_BYTES, _RANGE_BYTES, _GRANT_BYTES = 23, 8, 9
 #: Ranges in an acknowledgement that shares its packet with data.
 _SHORT_ACK_RANGES = 4
+#: Packets of each path that carry the header of a frame before it is acknowledged; all that are
+#: sent again carry it. A header in every packet of the first round trip takes 1.4 % of a path of
+#: 500 Mbit/s with frames of 64 KiB.
+HEADED_PACKETS = 4
 #: A packet carries at most this many data records, so that small frames share packets.
 _MAX_SEGMENTS = 8
 
@@ -72,6 +76,8 @@ class OutgoingFrame:
     acked: RangeSet = field(default_factory=RangeSet)
     resend: RangeSet = field(default_factory=RangeSet)
     resend_header: bool = False
+    #: Packets with the header by path, four bits each.
+    headed: int = 0
 
     @property
     def has_new(self) -> bool:
@@ -82,6 +88,17 @@ class OutgoingFrame:
     def has_resend(self) -> bool:
         """True if some of it was lost and must be sent again."""
         return self.resend_header or bool(self.resend)
+
+    def header_for(self, path: int, again: bool) -> bytes:
+        """Return the header if a packet on ``path`` is to carry it, or nothing."""
+        enough = self.headed >> 4 * path & 15 >= HEADED_PACKETS
+        return b"" if self.header_acked or (enough and not again) else self.header
+
+    def count_header(self, path: int) -> None:
+        """Count a packet with the header."""
+        self.header_sent, self.resend_header = True, False
+        if self.headed >> 4 * path & 15 < HEADED_PACKETS:
+            self.headed += 1 << 4 * path
 
     @property
     def done(self) -> bool:
@@ -402,7 +419,7 @@ class DatagramFlow:
     def _data_packet(self, now: int, path: FlowPath) -> OutgoingPacket:
         records = self._control_records(now, path, _SHORT_ACK_RANGES)
         room = path.mtu - HEADER_BYTES - TAG_BYTES - _size_of(records)
-        segments, spans = self._fill(room)
+        segments, spans = self._fill(room, path.index)
         limited = not self._has_data()
         return self._emit(now, path, records, segments, spans, limited=limited)
 
@@ -421,7 +438,7 @@ class DatagramFlow:
                 self._requeue([oldest])
         records = self._control_records(now, path, _SHORT_ACK_RANGES)
         room = path.mtu - HEADER_BYTES - TAG_BYTES - _size_of(records)
-        segments, spans = self._fill(room) if alive else ((), [])
+        segments, spans = self._fill(room, path.index) if alive else ((), [])
         if not segments:
             records += (Probe(0, path.index),)
         return self._emit(now, path, records, segments, spans, limited=True, probe=True)
@@ -473,8 +490,8 @@ class DatagramFlow:
             records.append(Grant(self._grant_total))
         return tuple(records)
 
-    def _fill(self, room: int) -> tuple[tuple[Segment, ...], list[Span]]:
-        """Choose data for a packet: lost bytes first, then new ones, streams in turn."""
+    def _fill(self, room: int, path: int) -> tuple[tuple[Segment, ...], list[Span]]:
+        """Choose data for a packet on a path: lost bytes first, then new ones, streams in turn."""
         segments: list[Segment] = []
         spans: list[Span] = []
         n = len(self._outgoing)
@@ -483,7 +500,7 @@ class DatagramFlow:
             for stream in order:
                 queue = self._outgoing[stream].frames
                 while queue and len(segments) < _MAX_SEGMENTS:
-                    segment = self._segment(stream, queue[0], room, again)
+                    segment = self._segment(stream, queue[0], room, path, again)
                     if segment is None:
                         break
                     used = DATA_BYTES + len(segment.header) + segment.length
@@ -495,10 +512,12 @@ class DatagramFlow:
                     self._turn = stream if queue[0].has_new else (stream + 1) % n
         return tuple(segments), spans
 
-    def _segment(self, stream: int, frame: OutgoingFrame, room: int, again: bool) -> Segment | None:
+    def _segment(
+        self, stream: int, frame: OutgoingFrame, room: int, path: int, again: bool
+    ) -> Segment | None:
         if not (frame.has_resend if again else self._may_start(frame)):
             return None
-        header = b"" if frame.header_acked else frame.header
+        header = frame.header_for(path, again)
         space = room - DATA_BYTES - len(header)
         if space < 0 or (frame.length and space < min(64, frame.length)):
             return None
@@ -516,7 +535,7 @@ class DatagramFlow:
             self.new_bytes += stop - start
             frame.sent = stop
         if header:
-            frame.header_sent, frame.resend_header = True, False
+            frame.count_header(path)
         return Segment(stream, frame.number, start, stop - start, header)
 
     def _emit(

@@ -179,9 +179,15 @@ class FlowPath:
         return own if own else max(1, self.window * SECOND * 5 // (4 * max(1, self.rtt.smoothed)))
 
     def has_room(self, size: int) -> bool:
-        """Return True if the window admits a packet of ``size`` bytes."""
+        """Return True if the window admits a packet of ``size`` bytes; always one at a time.
+
+        A window of small packets is smaller than the first large one when the full packet size gets
+        through again, and so is a small share of a receive buffer: nothing would ever be sent.
+        """
         oldest = next(iter(self.sent.values()), None)
-        if oldest is not None and self._order - oldest.order >= REMEMBERED - PROBE_ROOM:
+        if oldest is None:
+            return True
+        if self._order - oldest.order >= REMEMBERED - PROBE_ROOM:
             return False
         return self.in_flight + size <= min(self.window, self.max_in_flight)
 

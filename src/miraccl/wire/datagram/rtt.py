@@ -14,6 +14,10 @@ INITIAL_NS = 20_000_000
 #: them starts the average anew.
 SETTLED = 8
 
+#: Longest sample that is believed: a longer one is of a clock that jumped or a process that was
+#: stopped. An hour's would pace the path at a packet in two minutes.
+MAX_NS = 2_000_000_000
+
 
 @dataclass(slots=True)
 class RttEstimator:
@@ -38,7 +42,7 @@ class RttEstimator:
             ack_delay: Time the peer held the acknowledgement back, in ns, from the arrival of
                 the packet in its kernel; subtracted down to the minimum (RFC 9002 section 5.3).
         """
-        sample = max(1, sample)
+        sample = min(max(1, sample), MAX_NS)
         self.latest = sample
         self.minimum = sample if not self.samples else min(self.minimum, sample)
         self.adjusted = adjusted = max(self.minimum, sample - ack_delay)
