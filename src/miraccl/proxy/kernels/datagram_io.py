@@ -60,8 +60,8 @@ CMSG_HEADER = 16
 ECN_MASK, ECN_CE = 3, 3
 #: openssl/evp.h
 GET_TAG, SET_TAG = 0x10, 0x11
-#: Bytes of one call with UDP_SEGMENT: with headers of at most 62 bytes they stay below an interface's
-#: gso_max_size of 65,536, from which on the kernel cuts them before it.
+#: Bytes of one call with UDP_SEGMENT: with headers of at most 62 bytes they stay below the
+#: ``gso_max_size`` of 65,536, from which on the kernel cuts them before the interface.
 MAX_CALL_BYTES = 65_472
 #: Bytes of payload that are worth an iovec.
 COPY_BYTES = 256
