@@ -95,6 +95,8 @@ class CompiledLink:
             return [8, event.stream], b""
         if isinstance(event, rec.CloseRequested):
             return [9], b""
+        if isinstance(event, rec.StreamMeasured):
+            return [11, *event], b""
         assert isinstance(event, rec.InternalError)
         return [10], b""
 
@@ -187,6 +189,10 @@ def test_random_traffic_gives_the_same_instructions(seed: int) -> None:
             continue
         if not moves:
             break
+        if rails > 1 and draw.random() < 0.2:
+            stream, rate = draw.randrange(config.nstreams), draw.choice((0, 10, 1000, 1000))
+            measured = rec.StreamMeasured(stream, draw.choice((0, 5000, 300_000)), rate)
+            world.handle(draw.randrange(2), measured)
         moves[choose(len(moves))]()
     for side in world.sides:
         assert side.link.log is not None

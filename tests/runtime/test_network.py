@@ -70,6 +70,25 @@ def large(ranks_per_host: int) -> None:
         comm.all_reduce(y)
         assert (y == n * (np.arange(y.size) % 100) + n * (n - 1) // 2).all()
         assert comm.local_rank == r % ranks_per_host
+        for nbytes in (1 << 20, (1 << 20) + 1, (4 << 20) + 4097, (16 << 20) - 1):
+            exchange_in_turn(comm, (r + n // 2) % n, nbytes)
+
+
+def exchange_in_turn(comm: miraccl.Communicator, peer: int, nbytes: int) -> None:
+    """Send a message to a rank and receive one: alone, and as one of several open operations."""
+    mine = (np.arange(nbytes) % 251 + comm.rank).astype(np.uint8)
+    theirs = (np.arange(nbytes) % 251 + peer).astype(np.uint8)
+    out = np.zeros_like(mine)
+    if comm.rank < peer:
+        comm.send(mine, peer)
+        comm.isend(mine, peer).wait()
+        comm.recv(out, peer)
+    else:
+        comm.irecv(out, peer).wait()
+        assert (out == theirs).all()
+        comm.recv(out, peer)
+        comm.send(mine, peer)
+    assert (out == theirs).all()
 
 
 @pytest.mark.parametrize(("nranks", "ranks_per_host"), [(2, 1), (4, 2)])

@@ -664,6 +664,8 @@ def test_streams_are_spread_over_attached_networks(monkeypatch):
     monkeypatch.setenv("MIRACCL_SOCKET_IFNAME", "eth")
     assert connect_round.rails_of(addresses) == [0, 2, 3]
     assert connect_round.rails_of(["192.168.7.7"]) == [0]
+    # ranks of one host that pretend to be on two: all its addresses are one network
+    assert connect_round.rails_of(["127.0.0.1", "10.0.0.7"]) == [0]
 
 
 def test_streams_count_per_rail_unless_they_are_set():

@@ -224,6 +224,43 @@ def test_segments_are_small_where_streams_use_several_networks(nbytes):
     assert max(lengths) <= -(-nbytes // len(lengths) // 4096) * 4096
 
 
+def run_networks(config: rec.LinkConfig, nbytes: int, rates: list[int]) -> tuple[int, list[int]]:
+    """Send a message over networks that deliver ``rates`` bytes per millisecond, whose kernels take
+    frames while they hold less than a segment.
+
+    Returns the milliseconds that it takes, and the bytes that went over each.
+    """
+    world = World(config, ([nbytes], []), ({}, {0: nbytes}))
+    world.want(1, 0)
+    world.take(1, 0)
+    world.arrive(0, 0)
+    world.post(0)
+    held, carried, milliseconds = [0] * len(rates), [0] * len(rates), 0
+    while not world.sides[0].link.sender.done or any(held):
+        for stream, rate in enumerate(rates):
+            world.handle(0, rec.StreamMeasured(stream, held[stream], rate))
+            if world.sides[0].taken[stream] and held[stream] < MIN_SEGMENT_BYTES:
+                length = world.sides[0].taken[stream][0].length
+                held[stream] += length
+                carried[stream] += length
+                world.take(0, stream)
+            held[stream] = max(0, held[stream] - rate)
+        milliseconds += 1
+    return milliseconds, carried
+
+
+@pytest.mark.parametrize("rates", [[6400, 640], [640, 6400, 6400], [6400, 6400]])
+def test_all_networks_end_together(rates):
+    """A slow network gets no segment that would arrive after the others have ended."""
+    nbytes = 64 * MIN_SEGMENT_BYTES
+    config = replace(
+        CONFIG, rails=2, nstreams=len(rates), queue_bytes=MIN_SEGMENT_BYTES, segment_bytes=1 << 22
+    )
+    milliseconds, carried = run_networks(config, nbytes, rates)
+    assert sum(carried) == nbytes
+    assert milliseconds <= nbytes // sum(rates) + MIN_SEGMENT_BYTES // min(rates) + 2
+
+
 def test_sender_stops_at_the_receivers_slots():
     world = World(ONE_STREAM, ([100] * 30, []))
     for _ in range(1000):
@@ -286,17 +323,22 @@ SIZES = st.lists(
     sizes=st.tuples(SIZES, SIZES),
     nstreams=st.integers(1, 3),
     extra=st.sets(st.integers(0, 13)),
+    rates=st.lists(st.sampled_from([0, 1, 1000]), min_size=3, max_size=3),
     rng=st.randoms(use_true_random=False),
 )
-def test_all_messages_arrive_in_any_order_of_events(sizes, nstreams, extra, rng):
+def test_all_messages_arrive_in_any_order_of_events(sizes, nstreams, extra, rates, rng):
     config = rec.LinkConfig(
         nstreams=nstreams,
+        rails=nstreams,
         send_slot_bytes=SLOT,
         recv_slot_bytes=SLOT,
         segment_bytes=MIN_SEGMENT_BYTES,
     )
     rooms = [{m: BIG for m, n in enumerate(sizes[1 - i]) if n > SLOT or m in extra} for i in (0, 1)]
     world = World(config, sizes, (rooms[0], rooms[1]))
+    for stream, rate in enumerate(rates[:nstreams]):
+        for i in (0, 1):
+            world.handle(i, rec.StreamMeasured(stream, 1000 * stream, rate))
     world.run(lambda n: rng.randrange(n))
     world.check_complete()
     for i, side in enumerate(world.sides):

@@ -39,6 +39,18 @@ class TransferEntry:
     done: bool = False
 
 
+def count_segments(wire: PeerConnections, nbytes: int) -> int:
+    """Return the number of segments of a message; as ``kernels.p2p.count_segments``."""
+    segment = lead = wire.slot_bytes
+    if wire.capabilities & layout.CAP_IN_PLACE:
+        segment = layout.NET_SEGMENT_BYTES
+        lead = segment
+        if nbytes > layout.NET_LEAD_FROM:
+            share = (nbytes >> layout.NET_LEAD_SHIFT) & -layout.PAGE
+            lead = min(layout.NET_LEAD_FROM, max(layout.NET_LEAD_BYTES, share))
+    return 1 + max(0, -(-(nbytes - lead) // segment))
+
+
 class TransferTable:
     """All open transfers of one rank.
 
@@ -171,9 +183,6 @@ class TransferTable:
         wire = self._wires.get(transfer.peer)
         if wire is None:  # this rank itself
             return row
-        piece = (
-            layout.NET_SEGMENT_BYTES if wire.capabilities & layout.CAP_IN_PLACE else wire.slot_bytes
-        )
         for place, value in (
             (layout.OP_RECEIVES, int(transfer.receives)),
             (layout.OP_PEER, transfer.peer),
@@ -183,7 +192,7 @@ class TransferTable:
                 layout.OP_SIG,
                 signature(Collective.SEND_RECV, memory.dtype, RedOp.SUM, 0, memory.count),
             ),
-            (layout.OP_SEGMENTS, max(1, -(-memory.nbytes // piece))),
+            (layout.OP_SEGMENTS, count_segments(wire, memory.nbytes)),
             (layout.OP_COUNT, memory.count),
         ):
             row[place // 8] = value

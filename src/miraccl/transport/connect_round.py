@@ -90,8 +90,11 @@ def rails_of(addresses: Sequence[str]) -> list[int]:
     """Return the indices of a peer's addresses over which streams are spread, the best one first.
 
     Further addresses of the best one's family count if this host is attached to their network, or
-    if SOCKET_IFNAME names the interfaces to use: the user then vouches for their routes.
+    if SOCKET_IFNAME names the interfaces to use: the user then vouches for their routes. A peer
+    whose best address is that of loopback runs on this host: all its addresses are one network.
     """
+    if ipaddress.ip_address(addresses[0]).is_loopback:
+        return [0]
     named = bool(params.SOCKET_IFNAME.read())
     networks = local_networks() if len(addresses) > 1 and not named else []
     rails = [0]

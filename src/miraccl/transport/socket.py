@@ -55,6 +55,8 @@ TCP_NOTSENT_LOWAT = 25  # include/uapi/linux/tcp.h; the socket module has it fro
 #: Bytes per stream that the kernel accepts ahead of what it may send, where streams use several
 #: networks: what a slow network has accepted cannot go over another one.
 RAIL_UNSENT_BYTES = 1 << 16
+#: Bytes for which a new connection has a receive buffer.
+RECEIVE_WINDOW_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +179,13 @@ class SocketTransport(Transport):
         self._closed = False
 
     def _rails(self) -> list[str]:
-        """Addresses of this rank that carry data: those of the family of the best one."""
+        """Addresses of this rank that carry data: those of the family of the best one.
+
+        Ranks that announce loopback share a host, where another address would add no network.
+        """
         addresses = self._endpoint.addresses
+        if addresses and ipaddress.ip_address(addresses[0].partition("%")[0]).is_loopback:
+            return [addresses[0]]
         return [a for a in addresses if family_of(a) == family_of(addresses[0])]
 
     def setup(self) -> bytes:
@@ -275,6 +282,9 @@ class SocketTransport(Transport):
     ) -> NetConnection:
         pair = proxied_pair(self._proxy, self._slot_bytes, capabilities=CAPABILITIES)
         socks = [s.sock for s in streams]
+        if not self._options.buffer_bytes:
+            for sock in socks:
+                grow_receive_buffer(sock)
         rails = count_rails(socks)
         if rails > 1:
             for sock in socks:
@@ -321,6 +331,19 @@ class SocketTransport(Transport):
     def _check_open(self) -> None:
         if self._closed:
             raise CommunicatorClosed("the TCP transport is closed", rank=self.rank)
+
+
+def grow_receive_buffer(sock: socket.socket) -> None:
+    """Have the kernel start with a receive buffer of ``2 * RECEIVE_WINDOW_BYTES``, which it may
+    enlarge on demand as before.
+    """
+    # A new connection advertises 64 KiB, and the kernel enlarges that only while more arrives
+    # within a round trip: a message of 64 KiB and its header waited for an update of the window,
+    # for as long as messages were no larger.  A low-water mark enlarges the buffer and, unlike
+    # SO_RCVBUF, does not fix its size (tcp_set_rcvlowat, net/ipv4/tcp.c).
+    with contextlib.suppress(OSError):  # the peer has left, which the proxy will see
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, RECEIVE_WINDOW_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
 
 def count_rails(streams: Sequence[socket.socket]) -> int:

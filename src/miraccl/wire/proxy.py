@@ -42,6 +42,7 @@ from miraccl.wire.proxy_records import (
     PeerLost,
     ReceivePosted,
     StreamEnded,
+    StreamMeasured,
 )
 from miraccl.wire.proxy_sender import SendHalf
 from miraccl.wire.proxy_states import LINK_TABLE, LinkState
@@ -75,6 +76,7 @@ class ProxyLink:
             FrameReceived: self._frame_received,
             PayloadPlaced: self.receiver.on_placed,
             FramesWritten: self.sender.on_written,
+            StreamMeasured: self.sender.on_measured,
             StreamEnded: self._stream_ended,
             Garbage: self._garbage,
             CloseRequested: self._close_requested,

@@ -28,8 +28,9 @@ class LinkConfig:
             one: on datagrams each stream has one frame in flight.
         policy: Distribution of larger messages: ``SHARES`` gives a share per stream to whichever
             has the least queued; others are those of ``wire.verbs.policy``.
-        rails: Networks that the streams use. With several, segments are as small as they may be, so
-            that a slow network gets fewer bytes and all end together.
+        rails: Networks that the streams use. With several, segments are as small as they may be,
+            and each goes to the stream that is expected to end first (``StreamMeasured``): a slow
+            network gets fewer bytes, and all end together.
     """
 
     nstreams: int
@@ -154,6 +155,16 @@ class FramesWritten(NamedTuple):
     frames: int
 
 
+class StreamMeasured(NamedTuple):
+    """The kernel holds ``backlog`` bytes of ``stream`` that the peer has not acknowledged, and
+    delivers ``rate`` bytes per millisecond (0: unknown).
+    """
+
+    stream: int
+    backlog: int
+    rate: int
+
+
 class StreamEnded(NamedTuple):
     """The peer's end of ``stream`` is closed or broken."""
 
@@ -191,6 +202,7 @@ Event: TypeAlias = (
     | FrameReceived
     | PayloadPlaced
     | FramesWritten
+    | StreamMeasured
     | StreamEnded
     | Garbage
     | CloseRequested

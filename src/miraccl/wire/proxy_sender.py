@@ -20,6 +20,7 @@ from miraccl.wire.proxy_records import (
     MessagePosted,
     PublishTail,
     SendFrame,
+    StreamMeasured,
 )
 from miraccl.wire.proxy_states import SendState
 from miraccl.wire.stream import MAX_MESSAGE_BYTES, MIN_SEGMENT_BYTES, Frame, FrameType
@@ -32,6 +33,9 @@ FRAME_COST = 1024
 #: Segments of a message over several networks, if they are not smaller than ``MIN_SEGMENT_BYTES``
 #: then. Bounds the ranges that a receiver keeps (``link_layout.MAX_RANGES``).
 RAIL_SEGMENTS = 128
+#: Bytes left to send beyond which the expected end of a message is not told apart; keeps products
+#: with a rate within 63 bits.
+MAX_LEFT_BYTES = 1 << 36
 
 
 class SendHalf:
@@ -61,6 +65,8 @@ class SendHalf:
         self._queued: list[deque[tuple[int, int]]] = [deque() for _ in range(config.nstreams)]
         self._queued_bytes = [0] * config.nstreams
         self._dropped: set[int] = set()
+        self._backlog = [0] * config.nstreams  # bytes that the kernel holds
+        self._rate = [0] * config.nstreams  # bytes per millisecond, 0: unknown
         self._instructions = do
 
     @property
@@ -98,6 +104,7 @@ class SendHalf:
         for _ in range(event.frames):
             message, nbytes = queue.popleft()
             self._queued_bytes[event.stream] -= nbytes
+            self._backlog[event.stream] += nbytes
             if message < 0:
                 self.closing -= message == _CLOSE
                 continue
@@ -106,6 +113,11 @@ class SendHalf:
             if record.state is SendState.QUEUED and not record.unwritten:
                 record.move("all frames written")
         self._release()
+
+    def on_measured(self, event: StreamMeasured) -> None:
+        """Replace the estimate of what the kernel holds of a stream, and of its rate."""
+        self._backlog[event.stream] = event.backlog
+        self._rate[event.stream] = event.rate
 
     def close(self, ack: int) -> None:
         """Queue the last frame of every stream."""
@@ -227,7 +239,9 @@ class SendHalf:
         length = left if small else min(left, self._segment_bytes(record.nbytes))
         if not small and self.config.policy != SHARES:
             stream, length = self._piece(message, record, left)
-        if not self._has_capacity(stream):
+        elif not small and self.config.rails > 1 and all(self._rate):
+            stream = self._earliest(length)
+        if stream < 0 or not self._has_capacity(stream):
             return False
         frame = Frame(
             FrameType.DATA,
@@ -246,6 +260,30 @@ class SendHalf:
             self._to_send.popleft()
         self._send(frame, message)
         return True
+
+    def _earliest(self, length: int) -> int:
+        """Return the stream with capacity that is expected to deliver ``length`` more bytes first.
+
+        Returns -1 to wait for another stream, which is at work and will end sooner, if this one
+        would end after all streams together have sent what is left.
+        """
+        loads = [q + b for q, b in zip(self._queued_bytes, self._backlog, strict=True)]
+        first, best = -1, -1
+        for stream in range(self.config.nstreams):
+            if first < 0 or self._ends_before(loads, length, stream, first):
+                first = stream
+            if self._has_capacity(stream) and (
+                best < 0 or self._ends_before(loads, length, stream, best)
+            ):
+                best = stream
+        if best == first:
+            return best
+        left = sum(self._messages[m].nbytes - self._messages[m].queued for m in self._to_send)
+        together = (min(left, MAX_LEFT_BYTES) + sum(loads)) * self._rate[best]
+        return best if (loads[best] + length) * sum(self._rate) <= together else -1
+
+    def _ends_before(self, loads: list[int], length: int, a: int, b: int) -> bool:
+        return (loads[a] + length) * self._rate[b] < (loads[b] + length) * self._rate[a]
 
     def _piece(self, message: int, record: OutgoingMessage, left: int) -> tuple[int, int]:
         """Return stream and size of the next piece of a message, by the policy."""

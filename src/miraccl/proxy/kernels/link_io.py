@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 
 from miraccl.native.intrinsics import (
+    clock_gettime,
     errno_location,
     inline,
     load,
@@ -35,6 +36,7 @@ from miraccl.proxy.kernels.link_send import (
     contradict,
     drop_stream,
     fail,
+    on_measured,
     on_posted,
     on_written,
     stream_of,
@@ -42,9 +44,15 @@ from miraccl.proxy.kernels.link_send import (
 from miraccl.transport import fifo
 
 # arch/*/entry/syscalls
-SYS_SENDMSG, SYS_RECVMSG, SYS_SETSOCKOPT, SYS_NANOSLEEP = (
-    (211, 212, 208, 101) if platform.machine() == "aarch64" else (46, 47, 54, 35)
+SYS_SENDMSG, SYS_RECVMSG, SYS_SETSOCKOPT, SYS_GETSOCKOPT, SYS_NANOSLEEP, SYS_IOCTL = (
+    (211, 212, 208, 209, 101, 29) if platform.machine() == "aarch64" else (46, 47, 54, 55, 35, 16)
 )
+#: Bytes of a socket that the peer has not acknowledged (linux/sockios.h).
+SIOCOUTQ = 0x5411
+#: ``tcpi_delivery_rate`` of struct tcp_info, in bytes per second (linux/tcp.h).
+IPPROTO_TCP, TCP_INFO, RATE_OFFSET = 6, 11, 160
+#: Time between two measurements of the streams of a link over several networks.
+MEASURE_NS = 1_000_000
 MSG_DONTWAIT, MSG_NOSIGNAL = 0x40, 0x4000
 SOL_SOCKET, SO_RCVLOWAT = 1, 18
 EINTR, EAGAIN, ENOMEM, ENOBUFS = 4, 11, 12, 105
@@ -431,10 +439,35 @@ def parse_frame(link: int, index: int, start: int, end: int) -> bool:
 
 
 @inline
+def measure_streams(engine: int, link: int) -> None:
+    """Read from the kernel, now and then, what each stream holds and how fast it is."""
+    clock = engine + layout.ENGINE_TIME
+    clock_gettime(1, clock)
+    now = load(clock) * 1000000000 + load(clock + 8)
+    if now - load(link + layout.LINK_MEASURED) < MEASURE_NS:
+        return
+    store(link + layout.LINK_MEASURED, now)
+    info, word = engine + layout.ENGINE_TCP_INFO, engine + layout.ENGINE_WORD
+    for index in range(load(link + layout.LINK_NSTREAMS)):
+        stream = stream_of(link, index)
+        fd = load(stream + layout.STREAM_FD)
+        store(word, 0)
+        syscall(SYS_IOCTL, fd, SIOCOUTQ, word, 0, 0, 0)
+        backlog = max(0, load32(word) - load(stream + layout.STREAM_WRITTEN))
+        store(info + RATE_OFFSET, 0)
+        store(word, layout.TCP_INFO_BYTES)
+        syscall(SYS_GETSOCKOPT, fd, IPPROTO_TCP, TCP_INFO, info, word, 0)
+        on_measured(link, index, backlog, load(info + RATE_OFFSET) // 1000)
+    advance(link)
+
+
+@inline
 def advance_streams(engine: int, link: int) -> bool:
     """Do a bounded number of calls per stream; return True if some stream is ready for more."""
     busy = False
     nstreams = load(link + layout.LINK_NSTREAMS)
+    if load(link + layout.LINK_RAILS) > 1 and load(link + layout.LINK_NTO_SEND) != 0:
+        measure_streams(engine, link)
     for index in range(nstreams):
         stream, calls = stream_of(link, index), 0
         while (

@@ -50,6 +50,9 @@ ENGINE_DRAINED = ENGINE_LOCK + 72  # value read from the doorbell
 ENGINE_OVERLAP = ENGINE_LOCK + 80
 #: 1 if whoever advanced the links last left some stream with more to do.
 ENGINE_UNFINISHED = ENGINE_LOCK + 88
+ENGINE_POLLS = ENGINE_LOCK + 96  # polls of executors
+TCP_INFO_BYTES = 168  # struct tcp_info up to tcpi_delivery_rate
+ENGINE_TCP_INFO = ENGINE_LOCK + 104
 ENGINE_BYTES = 4096
 
 # ---- link
@@ -82,7 +85,8 @@ LINK_FLOW = 616  # address of the datagram flow that carries the frames
 LINK_POLICY = 624  # wire.verbs.policy
 LINK_RAILS = 632  # networks that the streams use
 LINK_LOW_WATER = 640  # largest low-water mark of its sockets
-LINK_CONTROL = 648  # ring of control frames to send
+LINK_MEASURED = 648  # time of the last measurement of its streams in ns
+LINK_CONTROL = 656  # ring of control frames to send
 CONTROL_BYTES, NCONTROL = 32, 64
 CONTROL_KIND, CONTROL_MESSAGE, CONTROL_SIGNATURE, CONTROL_NBYTES = 0, 8, 16, 24
 LINK_OUT = LINK_CONTROL + CONTROL_BYTES * NCONTROL
@@ -110,7 +114,9 @@ STREAM_PLACING, STREAM_TARGET, STREAM_REMAINING, STREAM_LOW_WATER = 96, 104, 112
 STREAM_ARRIVING, STREAM_ARRIVING_BYTES = 128, 136
 STREAM_STAGING = 144  # address of the staging buffer
 STREAM_INDEX = 152
-STREAM_QUEUE = 160
+STREAM_BACKLOG = 160  # bytes that the kernel holds, where streams use several networks
+STREAM_RATE = 168  # bytes per millisecond, 0: unknown
+STREAM_QUEUE = 176
 NQUEUE = 128
 ENTRY_MESSAGE, ENTRY_LENGTH, ENTRY_PAYLOAD, ENTRY_HEADER = 0, 8, 16, 24
 ENTRY_BYTES = ENTRY_HEADER + FRAME_BYTES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from miraccl.native.intrinsics import inline, load, memcpy, store, store_release
 from miraccl.proxy.kernels import link_layout as layout
-from miraccl.wire.proxy_sender import FRAME_COST, RAIL_SEGMENTS
+from miraccl.wire.proxy_sender import FRAME_COST, MAX_LEFT_BYTES, RAIL_SEGMENTS
 from miraccl.wire.stream import MAGIC, MAX_MESSAGE_BYTES, MIN_SEGMENT_BYTES, FrameType
 from miraccl.wire.verbs.policy import SHARES, piece_bytes, stream_of_piece
 
@@ -224,6 +224,10 @@ def on_written(link: int, index: int, frames: int) -> None:
             stream + layout.STREAM_QUEUED_BYTES,
             load(stream + layout.STREAM_QUEUED_BYTES) - load(entry + layout.ENTRY_LENGTH),
         )
+        store(
+            stream + layout.STREAM_BACKLOG,
+            load(stream + layout.STREAM_BACKLOG) + load(entry + layout.ENTRY_LENGTH),
+        )
         if message < 0:
             if message == layout.CLOSE_ENTRY:
                 store(link + layout.LINK_CLOSING, load(link + layout.LINK_CLOSING) - 1)
@@ -234,6 +238,14 @@ def on_written(link: int, index: int, frames: int) -> None:
             if load(record + layout.OUT_STATE) == layout.OUT_QUEUED_STATE and unwritten == 0:
                 store(record + layout.OUT_STATE, layout.OUT_WRITTEN)
     release(link)
+
+
+@inline
+def on_measured(link: int, index: int, backlog: int, rate: int) -> None:
+    """Replace the estimate of what the kernel holds of a stream, and of its rate."""
+    stream = stream_of(link, index)
+    store(stream + layout.STREAM_BACKLOG, backlog)
+    store(stream + layout.STREAM_RATE, rate)
 
 
 @inline
@@ -334,6 +346,69 @@ def least_loaded(link: int) -> int:
 
 
 @inline
+def has_capacity(link: int, index: int) -> bool:
+    """Return True if a stream may queue another segment."""
+    stream = stream_of(link, index)
+    return load(stream + layout.STREAM_QUEUED_BYTES) < load(
+        link + layout.LINK_QUEUE_BYTES
+    ) and load(stream + layout.STREAM_COUNT) < load(link + layout.LINK_QUEUE_FRAMES)
+
+
+@inline
+def stream_load(link: int, index: int) -> int:
+    """Payload bytes of a stream that are queued, or held by the kernel."""
+    stream = stream_of(link, index)
+    return load(stream + layout.STREAM_QUEUED_BYTES) + load(stream + layout.STREAM_BACKLOG)
+
+
+@inline
+def rate_of(link: int, index: int) -> int:
+    """Bytes that a stream delivers per millisecond."""
+    return load(stream_of(link, index) + layout.STREAM_RATE)
+
+
+@inline
+def rates_known(link: int) -> bool:
+    """Return True if the rates of all streams are known."""
+    slowest = rate_of(link, 0)
+    for index in range(1, load(link + layout.LINK_NSTREAMS)):
+        slowest = min(slowest, rate_of(link, index))
+    return slowest != 0
+
+
+@inline
+def ends_before(link: int, length: int, a: int, b: int) -> bool:
+    """Return True if stream ``a`` is expected to deliver ``length`` more bytes before ``b``."""
+    end_a, end_b = stream_load(link, a) + length, stream_load(link, b) + length
+    return end_a * rate_of(link, b) < end_b * rate_of(link, a)
+
+
+@inline
+def earliest(link: int, length: int) -> int:
+    """Index of the stream with capacity that is expected to deliver ``length`` more bytes first,
+    -1 to wait (``wire.proxy_sender.SendHalf``).
+    """
+    first, best, loads, rates = -1, -1, 0, 0
+    for index in range(load(link + layout.LINK_NSTREAMS)):
+        loads += stream_load(link, index)
+        rates += rate_of(link, index)
+        if first < 0 or ends_before(link, length, index, first):
+            first = index
+        if has_capacity(link, index) and (best < 0 or ends_before(link, length, index, best)):
+            best = index
+    if best < 0 or best == first:
+        return best
+    left = 0
+    for i in range(load(link + layout.LINK_NTO_SEND)):
+        record = out_of(link, load(link + layout.LINK_TO_SEND + 8 * i))
+        left += load(record + layout.OUT_NBYTES) - load(record + layout.OUT_QUEUED)
+    together = (min(left, MAX_LEFT_BYTES) + loads) * rate_of(link, best)
+    if (stream_load(link, best) + length) * rates <= together:
+        return best
+    return -1
+
+
+@inline
 def send_control(link: int, ack: int) -> bool:
     """Move the oldest control frame to a stream; False if there is no room."""
     index = least_loaded(link)
@@ -394,10 +469,9 @@ def send_segment(link: int, ack: int) -> bool:
         chosen = stream_of_piece(policy, message, queued, piece, nstreams)
         index = chosen if chosen >= 0 else least_loaded(link)
         length = min(left, piece)
-    stream = stream_of(link, index)
-    if load(stream + layout.STREAM_QUEUED_BYTES) >= load(link + layout.LINK_QUEUE_BYTES) or load(
-        stream + layout.STREAM_COUNT
-    ) >= load(link + layout.LINK_QUEUE_FRAMES):
+    elif not small and load(link + layout.LINK_RAILS) > 1 and rates_known(link):
+        index = earliest(link, length)
+    if index < 0 or not has_capacity(link, index):
         return False
     store(record + layout.OUT_QUEUED, queued + length)
     store(record + layout.OUT_UNWRITTEN, load(record + layout.OUT_UNWRITTEN) + 1)

@@ -131,10 +131,9 @@ def post_receives(
     """Post the CTS of segments of a message of which ``done`` have arrived and ``posted`` have one;
     return the new ``posted``.
     """
-    segment, last = segment_bytes(ctx, peer), min(segments, done + CTS_AHEAD)
+    last = min(segments, done + CTS_AHEAD)
     while posted < last:
-        start = posted * segment
-        size = min(segment, nbytes - start)
+        start, size = segment_range(ctx, peer, nbytes, posted)
         post_receive(ctx, peer, address + start, size, posted - done)
         posted += 1
     return posted
@@ -151,6 +150,36 @@ def segment_bytes(ctx: int, peer: int) -> int:
     if load(conn + layout.CONN_CAPS) & layout.CAP_IN_PLACE != 0:
         return layout.NET_SEGMENT_BYTES
     return load(conn + layout.CONN_SLOT_BYTES)
+
+
+@inline
+def lead_bytes(ctx: int, peer: int, nbytes: int) -> int:
+    """Return the largest size of the first segment of a message of ``nbytes``."""
+    conn = connection(ctx, layout.CTX_SEND, peer)
+    if nbytes > layout.NET_LEAD_FROM and load(conn + layout.CONN_CAPS) & layout.CAP_IN_PLACE != 0:
+        share = (nbytes >> layout.NET_LEAD_SHIFT) & -layout.PAGE
+        return min(layout.NET_LEAD_FROM, max(layout.NET_LEAD_BYTES, share))
+    return segment_bytes(ctx, peer)
+
+
+@inline
+def count_segments(ctx: int, peer: int, nbytes: int) -> int:
+    """Return the number of segments of a message; as ``runtime.exchange.count_segments``."""
+    lead, segment = lead_bytes(ctx, peer, nbytes), segment_bytes(ctx, peer)
+    if nbytes <= lead:
+        return 1
+    return 1 + (nbytes - lead + segment - 1) // segment
+
+
+@inline
+def segment_range(ctx: int, peer: int, nbytes: int, index: int) -> tuple[int, int]:
+    """Return (start, size) of a segment of a message of ``nbytes``."""
+    lead = lead_bytes(ctx, peer, nbytes)
+    if index == 0:
+        return 0, min(lead, nbytes)
+    segment = segment_bytes(ctx, peer)
+    start = lead + (index - 1) * segment
+    return start, min(segment, nbytes - start)
 
 
 @inline
@@ -182,24 +211,19 @@ def _single_message(
     store(ctx + layout.CTX_STEP, 0)
     nbytes = count * item_size(dtype)
     store(ctx + layout.CTX_STREAM, 1 if nbytes >= load(ctx + layout.CTX_STREAM_FROM) else 0)
-    segment = segment_bytes(ctx, peer)
-    segments = max(1, (nbytes + segment - 1) // segment)
+    segments = count_segments(ctx, peer, nbytes)
     # A long message flows in one direction for a while; swapping slots does not pay then.
-    may_swap = nbytes <= MAX_SWAP_SLOTS * segment
-    start = done = posted = 0
-    while True:
-        size = min(segment, nbytes - start)
+    may_swap = nbytes <= MAX_SWAP_SLOTS * segment_bytes(ctx, peer)
+    posted = 0
+    for done in range(segments):
+        start, size = segment_range(ctx, peer, nbytes, done)
         if receives:
             posted = post_receives(ctx, peer, address, nbytes, posted, done, segments)
             code = recv_posted_segment(ctx, peer, address + start, size, sig, may_swap)
-            done += 1
         else:
             code = send_segment(ctx, peer, address + start, size, sig, nbytes)
         if code != layout.OK:
             return code
-        start += size
-        if start >= nbytes:
-            break
     if not receives:
         code = drain(ctx, connection(ctx, layout.CTX_SEND, peer), peer)
         if code != layout.OK:
@@ -226,14 +250,14 @@ def init_op(
     """Write an operation that has not begun and has no predecessor; as ``runtime.exchange`` makes
     it.
     """
-    nbytes, segment = count * item_size(dtype), segment_bytes(ctx, peer)
+    nbytes = count * item_size(dtype)
     store(op + layout.OP_RECEIVES, 1 if receives else 0)
     store(op + layout.OP_PEER, peer)
     store(op + layout.OP_ADDR, address)
     store(op + layout.OP_BYTES, nbytes)
     store(op + layout.OP_SIG, signature(dtype, count))
     store(op + layout.OP_PREDECESSOR, -1)
-    store(op + layout.OP_SEGMENTS, max(1, (nbytes + segment - 1) // segment))
+    store(op + layout.OP_SEGMENTS, count_segments(ctx, peer, nbytes))
     store(op + layout.OP_COUNT, count)
     store(op + layout.OP_DONE, 0)
     store(op + layout.OP_MARK, 0)
@@ -289,12 +313,8 @@ def can_advance(ctx: int, table: int, op: int) -> bool:
 def advance_op(ctx: int, op: int) -> int:
     """Post or receive the next segment of an operation that can advance."""
     peer, done = load(op + layout.OP_PEER), load(op + layout.OP_DONE)
-    segment = segment_bytes(ctx, peer)
-    start = done * segment
-    address, size = (
-        load(op + layout.OP_ADDR) + start,
-        min(segment, load(op + layout.OP_BYTES) - start),
-    )
+    start, size = segment_range(ctx, peer, load(op + layout.OP_BYTES), done)
+    address = load(op + layout.OP_ADDR) + start
     if load(op + layout.OP_RECEIVES) == 0:
         code = send_segment(
             ctx, peer, address, size, load(op + layout.OP_SIG), load(op + layout.OP_BYTES)
