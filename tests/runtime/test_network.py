@@ -75,20 +75,19 @@ def large(ranks_per_host: int) -> None:
 
 
 def exchange_in_turn(comm: miraccl.Communicator, peer: int, nbytes: int) -> None:
-    """Send a message to a rank and receive one: alone, and as one of several open operations."""
+    """Send a message to a rank and receive one: alone, then both at once."""
     mine = (np.arange(nbytes) % 251 + comm.rank).astype(np.uint8)
     theirs = (np.arange(nbytes) % 251 + peer).astype(np.uint8)
-    out = np.zeros_like(mine)
+    out, both = np.zeros_like(mine), np.zeros_like(mine)
     if comm.rank < peer:
         comm.send(mine, peer)
-        comm.isend(mine, peer).wait()
         comm.recv(out, peer)
     else:
-        comm.irecv(out, peer).wait()
-        assert (out == theirs).all()
         comm.recv(out, peer)
         comm.send(mine, peer)
     assert (out == theirs).all()
+    comm.sendrecv(mine, peer, both, peer)
+    assert (both == theirs).all()
 
 
 @pytest.mark.parametrize(("nranks", "ranks_per_host"), [(2, 1), (4, 2)])
