@@ -13,83 +13,24 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from miraccl.errors import InvalidUsage, SystemFailure
+from miraccl.errors import SystemFailure
 from miraccl.native import nccl_collnet_abi as abi
-from miraccl.native.nccl_net_abi import HANDLE_BYTES, PTR_HOST, VERSIONS
-from miraccl.native.nccl_net_plugin import (
-    PluginDevice,
-    check_result,
-    device_of,
-    log_callback,
-    open_library,
-    read_table,
-)
+from miraccl.native.nccl_net_abi import HANDLE_BYTES
+from miraccl.native.nccl_net_plugin import LoadedPlugin, log_callback
 
 _P = ctypes.c_void_p
 
 
-class CollNetPlugin:
-    """A loaded CollNet plugin.
+class CollNetPlugin(LoadedPlugin):
+    """A loaded CollNet plugin."""
 
-    Args:
-        path: File of the shared object, a name, or ``STATIC_PLUGIN``, as for ``NetPlugin``.
-        version: Version to use; by default the newest that the plugin has.
+    kind, symbol, entries = "CollNet", abi.symbol, abi.entries
 
-    Raises:
-        SystemFailure: The file cannot be loaded, or a call of the plugin fails.
-        InvalidUsage: It has no CollNet plugin, or none of this version.
-    """
-
-    def __init__(self, path: str, version: int = 0) -> None:
-        self.path = path
-        wanted = (version,) if version else VERSIONS
-        self._library = open_library(path)
-        for candidate in wanted:
-            if hasattr(self._library, abi.symbol(candidate)):
-                self.version = candidate
-                break
-        else:
-            raise InvalidUsage(
-                f"cannot use {path} as a CollNet plugin: it has none of the symbols "
-                f"{', '.join(map(abi.symbol, wanted))}"
-            )
-        self.name, self._functions = read_table(
-            self._library, abi.symbol(self.version), abi.entries(self.version)
-        )
-        self._context = _P()
+    def _initialize(self) -> None:
         if self.version >= 11:
             self._call("init", ctypes.byref(self._context), ctypes.c_uint64(0), log_callback)
         else:
             self._call("init", log_callback)
-
-    def has(self, entry: str) -> bool:
-        """Return True if the plugin's table has a function for an entry."""
-        return self._functions.get(entry) is not None
-
-    def _call(self, entry: str, *arguments: Any) -> None:
-        function = self._functions.get(entry)
-        if function is None:
-            raise SystemFailure(
-                f"CollNet plugin {self.name} has no {entry} (interface v{self.version})"
-            )
-        check_result(f"CollNet plugin {self.name}", entry, function(*arguments))
-
-    def devices(self) -> list[PluginDevice]:
-        """Return the properties of all devices; without one, no other method may be called."""
-        count = ctypes.c_int()
-        self._call("devices", ctypes.byref(count))
-        return [
-            device_of(self.version, dev, lambda *args: self._call("getProperties", *args))
-            for dev in range(count.value)
-        ]
-
-    def listen(self, dev: int) -> tuple[bytes, int]:
-        """Return the handle that all ranks need for ``connect``, and the listening object."""
-        handle = ctypes.create_string_buffer(HANDLE_BYTES)
-        comm = _P()
-        context = (self._context,) if self.version >= 11 else ()
-        self._call("listen", *context, ctypes.c_int(dev), handle, ctypes.byref(comm))
-        return handle.raw, comm.value or 0
 
     def connect(self, handles: Sequence[bytes], rank: int, listening: int) -> int:
         """Connect a group; return its communicator.
@@ -119,18 +60,6 @@ class CollNetPlugin:
         supported = ctypes.c_int()
         self._call("reduceSupport", ctypes.c_int(dtype), ctypes.c_int(op), ctypes.byref(supported))
         return bool(supported.value)
-
-    def register(self, comm: int, address: int, nbytes: int) -> int:
-        """Register host memory; return the plugin's handle for it."""
-        handle = _P()
-        size = ctypes.c_size_t(nbytes) if self.version >= 8 else ctypes.c_int(nbytes)
-        self._call(
-            "regMr", _P(comm), _P(address), size, ctypes.c_int(PTR_HOST), ctypes.byref(handle)
-        )
-        return handle.value or 0
-
-    def deregister(self, comm: int, handle: int) -> None:
-        self._call("deregMr", _P(comm), _P(handle))
 
     def iallreduce(
         self,
@@ -236,14 +165,5 @@ class CollNetPlugin:
         )
         return request.value
 
-    def test(self, request: int) -> int | None:
-        """Return the bytes of a finished request, None for one that has not finished."""
-        done, size = ctypes.c_int(), ctypes.c_int(-1)
-        self._call("test", _P(request), ctypes.byref(done), ctypes.byref(size))
-        return size.value if done.value else None
-
     def close(self, comm: int) -> None:
         self._call("closeColl", _P(comm))
-
-    def close_listen(self, listening: int) -> None:
-        self._call("closeListen", _P(listening))

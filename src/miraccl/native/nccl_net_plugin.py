@@ -13,7 +13,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from miraccl import trace
 from miraccl.errors import InvalidUsage, SystemFailure, as_system_failure
@@ -72,46 +72,8 @@ log_callback = _LOGGER(_log_format)
 """``ncclDebugLogger_t`` that writes to this process's log."""
 
 
-def read_table(
-    library: ctypes.CDLL, symbol: str, entries: Sequence[str]
-) -> tuple[str, dict[str, Any]]:
-    """Return a plugin's name and its functions by entry, None for an absent one."""
-    table = ctypes.addressof(ctypes.c_char.in_dll(library, symbol))
-    words = (ctypes.c_uint64 * (1 + len(entries))).from_address(table)
-    name = ctypes.string_at(words[0]).decode(errors="replace") if words[0] else ""
-    functions = {
-        entry: ctypes.CFUNCTYPE(ctypes.c_int)(address) if address else None
-        for entry, address in zip(entries, words[1:], strict=True)
-    }
-    return name, functions
-
-
-def check_result(plugin: str, entry: str, result: int) -> None:
-    """Raise ``SystemFailure`` for an entry that did not return success."""
-    if result != Result.SUCCESS:
-        reason = Result(result).name if result in set(Result) else str(result)
-        raise SystemFailure(f"{plugin} failed in {entry}: {reason}")
-
-
-def device_of(version: int, dev: int, get_properties: Callable[..., None]) -> PluginDevice:
-    """Return the properties of a device, which ``get_properties(dev, address)`` writes."""
-    p: Any = abi.PROPERTIES[version]()
-    get_properties(ctypes.c_int(dev), ctypes.byref(p))
-    return PluginDevice(
-        name=(p.name or b"").decode(errors="replace"),
-        pci_path=(p.pciPath or b"").decode(errors="replace"),
-        guid=p.guid,
-        pointer_support=p.ptrSupport,
-        speed_mbps=p.speed,
-        port=p.port,
-        latency_us=p.latency,
-        max_comms=p.maxComms,
-        max_receives=p.maxRecvs,
-    )
-
-
-class NetPlugin:
-    """A loaded plugin.
+class LoadedPlugin:
+    """A plugin's table of functions and the entries that network and CollNet plugins share.
 
     Args:
         path: File of the shared object; a name ``x``, which also stands for ``libnccl-net-x.so``;
@@ -120,26 +82,114 @@ class NetPlugin:
 
     Raises:
         SystemFailure: The file cannot be loaded, or a call of the plugin fails.
-        InvalidUsage: It has no network plugin, or none of this version.
+        InvalidUsage: It has no plugin of this kind, or none of this version.
     """
+
+    #: Text of errors; name of the symbol and names of the functions by version; set by each kind.
+    kind: ClassVar[str]
+    symbol: ClassVar[Callable[[int], str]]
+    entries: ClassVar[Callable[[int], Sequence[str]]]
 
     def __init__(self, path: str, version: int = 0) -> None:
         self.path = path
         self._library = open_library(path)
+        symbol = type(self).symbol
         wanted = (version,) if version else abi.VERSIONS
-        for candidate in wanted:
-            if hasattr(self._library, abi.symbol(candidate)):
-                self.version = candidate
-                break
-        else:
+        found = [each for each in wanted if hasattr(self._library, symbol(each))]
+        if not found:
             raise InvalidUsage(
-                f"cannot use {path} as a network plugin: it has none of the symbols "
-                f"{', '.join(map(abi.symbol, wanted))}"
+                f"cannot use {path} as a {self.kind} plugin: it has none of the symbols "
+                f"{', '.join(map(symbol, wanted))}"
             )
-        self.name, self._functions = read_table(
-            self._library, abi.symbol(self.version), abi.entries(self.version)
-        )
+        self.version = found[0]
+        entries = type(self).entries(self.version)
+        table = ctypes.addressof(ctypes.c_char.in_dll(self._library, symbol(self.version)))
+        words = (ctypes.c_uint64 * (1 + len(entries))).from_address(table)
+        self.name = ctypes.string_at(words[0]).decode(errors="replace") if words[0] else ""
+        self._functions = {
+            entry: ctypes.CFUNCTYPE(ctypes.c_int)(address) if address else None
+            for entry, address in zip(entries, words[1:], strict=True)
+        }
         self._context = _P()
+        self._initialize()
+
+    def _initialize(self) -> None:
+        """Call the plugin's ``init``."""
+        raise NotImplementedError
+
+    def has(self, entry: str) -> bool:
+        """Return True if the plugin's table has a function for an entry."""
+        return self._functions.get(entry) is not None
+
+    def _call(self, entry: str, *arguments: Any) -> None:
+        function = self._functions.get(entry)
+        plugin = f"{self.kind} plugin {self.name}"
+        if function is None:
+            raise SystemFailure(f"{plugin} has no {entry} (interface v{self.version})")
+        result = function(*arguments)
+        if result != Result.SUCCESS:
+            reason = Result(result).name if result in set(Result) else str(result)
+            raise SystemFailure(f"{plugin} failed in {entry}: {reason}")
+
+    def _contextual(self) -> tuple[Any, ...]:
+        return (self._context,) if self.version >= 11 else ()
+
+    def devices(self) -> list[PluginDevice]:
+        """Return the properties of all devices; without one, no other method may be called."""
+        count = ctypes.c_int()
+        self._call("devices", ctypes.byref(count))
+        return [self._device(dev) for dev in range(count.value)]
+
+    def _device(self, dev: int) -> PluginDevice:
+        p: Any = abi.PROPERTIES[self.version]()
+        self._call("getProperties", ctypes.c_int(dev), ctypes.byref(p))
+        return PluginDevice(
+            name=(p.name or b"").decode(errors="replace"),
+            pci_path=(p.pciPath or b"").decode(errors="replace"),
+            guid=p.guid,
+            pointer_support=p.ptrSupport,
+            speed_mbps=p.speed,
+            port=p.port,
+            latency_us=p.latency,
+            max_comms=p.maxComms,
+            max_receives=p.maxRecvs,
+        )
+
+    def listen(self, dev: int) -> tuple[bytes, int]:
+        """Return the handle for the peers' ``connect``, and the listening object."""
+        handle = ctypes.create_string_buffer(HANDLE_BYTES)
+        comm = _P()
+        self._call("listen", *self._contextual(), ctypes.c_int(dev), handle, ctypes.byref(comm))
+        return handle.raw, comm.value or 0
+
+    def register(self, comm: int, address: int, nbytes: int) -> int:
+        """Register host memory; return the plugin's handle for it."""
+        handle = _P()
+        size = ctypes.c_size_t(nbytes) if self.version >= 8 else ctypes.c_int(nbytes)
+        self._call(
+            "regMr", _P(comm), _P(address), size, ctypes.c_int(PTR_HOST), ctypes.byref(handle)
+        )
+        return handle.value or 0
+
+    def deregister(self, comm: int, handle: int) -> None:
+        self._call("deregMr", _P(comm), _P(handle))
+
+    def test(self, request: int) -> int | None:
+        """Return the bytes of a finished request, None for one that has not finished."""
+        done, size = ctypes.c_int(), ctypes.c_int(-1)
+        self._call("test", _P(request), ctypes.byref(done), ctypes.byref(size))
+        return size.value if done.value else None
+
+    def close_listen(self, listening: int) -> None:
+        self._call("closeListen", _P(listening))
+
+
+class NetPlugin(LoadedPlugin):
+    """A loaded network plugin."""
+
+    kind, symbol, entries = "network", abi.symbol, abi.entries
+
+    def _initialize(self) -> None:
         self._config = ctypes.c_int(_UNDEFINED_TRAFFIC_CLASS)
         if self.version >= 11:
             self._call(
@@ -154,35 +204,6 @@ class NetPlugin:
             self._call("init", log_callback, _P())
         else:
             self._call("init", log_callback)
-
-    def has(self, entry: str) -> bool:
-        """Return True if the plugin's table has a function for an entry."""
-        return self._functions.get(entry) is not None
-
-    def _call(self, entry: str, *arguments: Any) -> None:
-        function = self._functions[entry]
-        if function is None:
-            raise SystemFailure(f"network plugin {self.name} has no {entry}")
-        check_result(f"network plugin {self.name}", entry, function(*arguments))
-
-    def _contextual(self) -> tuple[Any, ...]:
-        return (self._context,) if self.version >= 11 else ()
-
-    def devices(self) -> list[PluginDevice]:
-        """Return the properties of all devices."""
-        count = ctypes.c_int()
-        self._call("devices", ctypes.byref(count))
-        return [
-            device_of(self.version, dev, lambda *args: self._call("getProperties", *args))
-            for dev in range(count.value)
-        ]
-
-    def listen(self, dev: int) -> tuple[bytes, int]:
-        """Return the handle for the peer's ``connect``, and the listening object."""
-        handle = ctypes.create_string_buffer(HANDLE_BYTES)
-        comm = _P()
-        self._call("listen", *self._contextual(), ctypes.c_int(dev), handle, ctypes.byref(comm))
-        return handle.raw, comm.value or 0
 
     def connect(self, dev: int, handle: Any) -> int | None:
         """Begin or continue to connect.
@@ -215,18 +236,6 @@ class NetPlugin:
         device_argument = (ctypes.byref(device),) if self.version >= 7 else ()
         self._call("accept", _P(listening), ctypes.byref(comm), *device_argument)
         return comm.value
-
-    def register(self, comm: int, address: int, nbytes: int) -> int:
-        """Register host memory; return the plugin's handle for it."""
-        handle = _P()
-        size = ctypes.c_size_t(nbytes) if self.version >= 8 else ctypes.c_int(nbytes)
-        self._call(
-            "regMr", _P(comm), _P(address), size, ctypes.c_int(PTR_HOST), ctypes.byref(handle)
-        )
-        return handle.value or 0
-
-    def deregister(self, comm: int, handle: int) -> None:
-        self._call("deregMr", _P(comm), _P(handle))
 
     def isend(self, comm: int, address: int, nbytes: int, tag: int, mhandle: int) -> int | None:
         request = _P()
@@ -262,20 +271,11 @@ class NetPlugin:
         )
         return request.value
 
-    def test(self, request: int) -> int | None:
-        """Return the size of a finished request, None for one that has not finished."""
-        done, size = ctypes.c_int(), ctypes.c_int(-1)
-        self._call("test", _P(request), ctypes.byref(done), ctypes.byref(size))
-        return size.value if done.value else None
-
     def close_send(self, comm: int) -> None:
         self._call("closeSend", _P(comm))
 
     def close_recv(self, comm: int) -> None:
         self._call("closeRecv", _P(comm))
-
-    def close_listen(self, listening: int) -> None:
-        self._call("closeListen", _P(listening))
 
 
 def load_first(paths: Sequence[str]) -> NetPlugin:
