@@ -32,7 +32,7 @@ def copy_by_lines(dst: int, src: int, nbytes: int) -> None:
 def copy_apart(dst: int, src: int, nbytes: int) -> None:
     """Copy bytes between memory that does not overlap, whatever its alignment."""
     distance = (dst - src) & (PAGE - 1)
-    if nbytes < SMALLEST or nbytes > LARGEST or distance == 0 or distance >= SLOW_DISTANCE:
+    if nbytes < SMALLEST or nbytes >= LARGEST or distance == 0 or distance >= SLOW_DISTANCE:
         memcpy(dst, src, nbytes)
     else:
         copy_by_lines(dst, src, nbytes)

@@ -34,6 +34,9 @@ from miraccl.p2p.kernels.sockets import relax
 
 #: A timespec.
 SCRATCH_BYTES = 16
+#: Pauses between two polls of a stream, some 0.5 us: a round trip took 22 us instead of 24.5 on a
+#: busy machine.
+STREAM_PAUSES = 20
 
 
 @inline
@@ -83,6 +86,9 @@ def wait_records(inbox: int, wait_ns: int, scratch: int) -> bool:
             relax(elapsed)
         else:
             pause()
+        if streams != 0:  # a receive holds the lock of the socket, which the arriving data need
+            for _ in range(STREAM_PAUSES):
+                pause()
     add32(doorbell + layout.DOORBELL_SLEEPERS, 1)
     fence()
     found = has_record(inbox)
