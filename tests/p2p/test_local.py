@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -352,6 +353,24 @@ def protection_of(address: int) -> str:
         if start <= address < end:
             return protection
     raise AssertionError("the address is not mapped")
+
+
+def test_a_closed_agent_wakes_no_other_file() -> None:
+    """The number of its eventfd may be another file's by now."""
+    agent = miraccl.Agent("closed", secret="s")
+    before = agent._control._wake
+    agent.close()
+    made = os.eventfd(0, os.EFD_NONBLOCK)
+    other = made if made == before else os.dup2(made, before)
+    try:
+        with socket.socket() as sock:
+            agent._control.forget(sock)
+        agent.close()
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(other)
+    finally:
+        for fd in {made, other}:
+            os.close(fd)
 
 
 def test_arguments_of_an_agent() -> None:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import select
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -64,6 +65,7 @@ class ControlThread:
         self._watched: dict[int, tuple[socket.socket, Callable[[], None]]] = {}
         self._commands: deque[Callable[[], None]] = deque()
         self._closing = False
+        self._wake_lock = threading.Lock()
         with as_system_failure("cannot start an agent"), contextlib.ExitStack() as undo:
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             undo.callback(os.close, self._wake)
@@ -98,15 +100,23 @@ class ControlThread:
 
     def close(self) -> None:
         """Stop the thread; close the listener and all watched sockets. Idempotent."""
-        if not self._closing:
-            self._closing = True
-            os.eventfd_write(self._wake, 1)
+        self._closing = True
+        self._ring()
         self._thread.join()
+        with self._wake_lock:
+            wake, self._wake = self._wake, -1
+            if wake >= 0:
+                os.close(wake)
 
     def _submit(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake, 1)
+        self._ring()
+
+    def _ring(self) -> None:
+        """Wake the thread, unless its eventfd is closed: the number may be another file's."""
+        with self._wake_lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
 
     # ---- the thread
 
@@ -115,13 +125,15 @@ class ControlThread:
             while not self._closing:
                 self._round()
         finally:
+            while self._commands:  # sockets that are to be closed
+                with contextlib.suppress(OSError):
+                    self._commands.popleft()()
             for arrival in self._arrivals.values():
                 arrival.sock.close()
             for sock, _ in self._watched.values():
                 sock.close()
             self._listener.close()
             self._epoll.close()
-            os.close(self._wake)
 
     def _round(self) -> None:
         now = clock.monotonic()
