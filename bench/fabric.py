@@ -25,18 +25,18 @@ from common import add_output_option, describe_machine, heading, markdown_table,
 
 from miraccl.sim.fabric import compiled
 from miraccl.sim.fabric.datagram_runs import (
-    Admission,
+    AdmissionPolicy,
     Incast,
     run_incast,
     run_messages,
     run_transfer,
 )
 from miraccl.sim.fabric.faults import LinkChange, both_directions
-from miraccl.sim.fabric.topology import LinkProfile, Topology, fat_tree
+from miraccl.sim.fabric.topology import FabricTopology, LinkProfile, fat_tree
 from miraccl.sim.fabric.transfers import (
     Balance,
     Control,
-    Transfer,
+    FabricTransfer,
     TransferConfig,
     TransferRequest,
     TransferResult,
@@ -50,18 +50,18 @@ PROFILE = LinkProfile(rate=100 * GIGA, latency=1 * US, queue=35 * PACKET, trimmi
 PERMUTATION_16 = (13, 3, 10, 14, 0, 11, 7, 5, 9, 12, 6, 4, 15, 2, 8, 1)
 
 
-def permutation(nhosts: int, seed: int = 0) -> list[Transfer]:
+def permutation(nhosts: int, seed: int = 0) -> list[FabricTransfer]:
     """Random cycle over all hosts."""
     order = list(range(nhosts))
     random.Random(seed).shuffle(order)
-    return [Transfer(order[i - 1], order[i], NBYTES) for i in range(nhosts)]
+    return [FabricTransfer(order[i - 1], order[i], NBYTES) for i in range(nhosts)]
 
 
-def outcast_incast() -> list[Transfer]:
+def outcast_incast() -> list[FabricTransfer]:
     """Hosts 2 and 3 send to eleven and ten hosts; both and host 1 send to host 0."""
     pairs = [(1, 0), (2, 0), *((2, 4 + i) for i in range(9))]
     pairs += [(3, 0), *((3, 13 + i) for i in range(9))]
-    return [Transfer(a, b, NBYTES) for a, b in pairs]
+    return [FabricTransfer(a, b, NBYTES) for a, b in pairs]
 
 
 @dataclass(frozen=True)
@@ -72,37 +72,39 @@ class Case:
     hosts: int
     bound: float
     reference: float | None
-    transfers: Callable[[], list[Transfer]]
+    transfers: Callable[[], list[FabricTransfer]]
     entropies: int = 128
     first_only: bool = False
 
 
 CASES = (
-    Case("one flow", 16, 180, 177.8, lambda: [Transfer(0, 13, NBYTES)]),
+    Case("one flow", 16, 180, 177.8, lambda: [FabricTransfer(0, 13, NBYTES)]),
     Case(
         "both directions",
         16,
         190,
         179.9,
-        lambda: [Transfer(0, 13, NBYTES), Transfer(13, 0, NBYTES)],
+        lambda: [FabricTransfer(0, 13, NBYTES), FabricTransfer(13, 0, NBYTES)],
     ),
-    Case("15 to 1", 16, 2500, 2470.4, lambda: [Transfer(i, 15, NBYTES) for i in range(15)]),
+    Case("15 to 1", 16, 2500, 2470.4, lambda: [FabricTransfer(i, 15, NBYTES) for i in range(15)]),
     Case(
         "permutation, 128 entropies",
         16,
         210,
         201.1,
-        lambda: [Transfer(i, t, NBYTES) for i, t in enumerate(PERMUTATION_16)],
+        lambda: [FabricTransfer(i, t, NBYTES) for i, t in enumerate(PERMUTATION_16)],
     ),
     Case(
         "permutation, 1 entropy",
         16,
         1300,
         416.7,
-        lambda: [Transfer(i, t, NBYTES) for i, t in enumerate(PERMUTATION_16)],
+        lambda: [FabricTransfer(i, t, NBYTES) for i, t in enumerate(PERMUTATION_16)],
         entropies=1,
     ),
-    Case("127 to 1", 128, 23_000, None, lambda: [Transfer(i, 127, NBYTES) for i in range(127)]),
+    Case(
+        "127 to 1", 128, 23_000, None, lambda: [FabricTransfer(i, 127, NBYTES) for i in range(127)]
+    ),
     Case("outcast-incast, all", 128, 2500, 1637.9, outcast_incast),
     Case("outcast-incast, flow 1 to 0", 128, 215, 210.0, outcast_incast, first_only=True),
     Case("permutation, 128 entropies", 1024, 220, None, lambda: permutation(1024)),
@@ -110,12 +112,12 @@ CASES = (
 )
 
 
-def tree_of(hosts: int, profile: LinkProfile = PROFILE) -> Topology:
+def tree_of(hosts: int, profile: LinkProfile = PROFILE) -> FabricTopology:
     """Fat tree with that many hosts."""
     return fat_tree(round((4 * hosts) ** (1 / 3)), profile)
 
 
-def run_case(case: Case, tree: Topology, seed: int = 0) -> dict[str, Any]:
+def run_case(case: Case, tree: FabricTopology, seed: int = 0) -> dict[str, Any]:
     """Run one case; times in us."""
     config = TransferConfig(entropies=case.entropies)
     began, cpu_began = time.perf_counter(), time.process_time()
@@ -179,7 +181,7 @@ def balance_rows() -> list[dict[str, Any]]:
 def control_rows() -> list[dict[str, Any]]:
     """Receiver credit against a sender's window: a permutation with an incast into one host."""
     hosts, senders = 128, 32
-    transfers = permutation(hosts) + [Transfer(i, 127, NBYTES) for i in range(senders)]
+    transfers = permutation(hosts) + [FabricTransfer(i, 127, NBYTES) for i in range(senders)]
     droptail = replace(PROFILE, trimming=False, mark_above=10 * PACKET)
     rows = []
     for name, profile, config in (
@@ -219,7 +221,7 @@ def datagram_rows(part: str) -> list[dict[str, Any]]:
     """The datagram machines: incast by admission, a long lossy path, times of messages."""
     if part == "incast":
         rows = []
-        for admission in Admission:
+        for admission in AdmissionPolicy:
             for congestion in ("swift", "cubic"):
                 result = run_incast(Incast(admission=admission, congestion=congestion))
                 rows.append(

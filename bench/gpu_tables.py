@@ -311,10 +311,10 @@ def measure(wanted: Sequence[Any], options: argparse.Namespace, results: Results
 def _job(
     left: Sequence[Any], options: argparse.Namespace, ordinals: tuple[int, ...], with_nccl: bool
 ) -> Any:
-    from miraccl.tools.perf.device_ranks import DeviceJob
+    from miraccl.tools.perf.device_ranks import DevicePerfJob
     from miraccl.tools.perf.measure import MeasureOptions
 
-    return DeviceJob(
+    return DevicePerfJob(
         cells=tuple(left),
         options=MeasureOptions(batches=options.batches),
         ordinals=ordinals,

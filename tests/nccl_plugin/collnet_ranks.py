@@ -8,7 +8,7 @@ import numpy as np
 
 import miraccl
 from miraccl import clock, nccl_plugin
-from miraccl.native.nccl_collnet_abi import DataType, Part, RedOp
+from miraccl.native.nccl_collnet_abi import DataType, NcclRedOp, Part
 from miraccl.native.nccl_collnet_plugin import CollNetPlugin
 
 
@@ -22,8 +22,8 @@ def _run_all(comm: Any, version: int) -> str:
     n, rank = comm.nranks, comm.rank
     plugin = CollNetPlugin(nccl_plugin.export(set_environment=False).path, version)
     (device,) = plugin.devices()
-    assert plugin.reduce_support(DataType.BFLOAT16, RedOp.AVG)
-    assert not plugin.reduce_support(12, RedOp.SUM)  # type: ignore[arg-type]
+    assert plugin.reduce_support(DataType.BFLOAT16, NcclRedOp.AVG)
+    assert not plugin.reduce_support(12, NcclRedOp.SUM)  # type: ignore[arg-type]
     handle, listening = plugin.listen(0)
     handles = comm.all_gather(np.frombuffer(handle, np.uint8)).reshape(n, -1)
     group = plugin.connect([row.tobytes() for row in handles], rank, listening)
@@ -33,7 +33,7 @@ def _run_all(comm: Any, version: int) -> str:
     y = np.empty_like(x)
     mr = [plugin.register(group, a.ctypes.data, a.nbytes) for a in (x, y)]
     base = n * np.arange(1001) + sum(range(n))
-    for op, want in ((RedOp.SUM, base), (RedOp.MAX, np.arange(1001) + n - 1)):
+    for op, want in ((NcclRedOp.SUM, base), (NcclRedOp.MAX, np.arange(1001) + n - 1)):
         request = plugin.iallreduce(
             group, x.ctypes.data, y.ctypes.data, len(x), DataType.FLOAT32, op, *mr
         )
@@ -93,7 +93,7 @@ def _scatter(plugin: CollNetPlugin, group: int, n: int, rank: int) -> None:
             per_rank,
             window,
             DataType.INT32,
-            RedOp.SUM,
+            NcclRedOp.SUM,
             1,
         )
         assert _wait(plugin, request) == high - low

@@ -14,7 +14,7 @@ import pytest
 from miraccl import nccl_plugin
 from miraccl.errors import InvalidUsage, SystemFailure
 from miraccl.native import elf, nccl_collnet_abi, nccl_net_abi
-from miraccl.native.nccl_collnet_abi import DataType, Part, RedOp
+from miraccl.native.nccl_collnet_abi import DataType, NcclRedOp, Part
 from miraccl.native.nccl_collnet_plugin import CollNetPlugin
 from miraccl.transport.fifo import memory_at
 
@@ -44,11 +44,11 @@ def test_exported_table_has_no_device(version: int) -> None:
     plugin = CollNetPlugin(nccl_plugin.export(set_environment=False).path, version)
     assert plugin.name == "miraccl"
     assert plugin.devices() == []
-    assert not plugin.reduce_support(DataType.FLOAT32, RedOp.SUM)
+    assert not plugin.reduce_support(DataType.FLOAT32, NcclRedOp.SUM)
     with pytest.raises(SystemFailure, match="failed in listen: SYSTEM_ERROR"):
         plugin.listen(0)
     with pytest.raises(SystemFailure, match="failed in iallreduce: SYSTEM_ERROR"):
-        plugin.iallreduce(0, 0, 0, 1, DataType.FLOAT32, RedOp.SUM, 0, 0)
+        plugin.iallreduce(0, 0, 0, 1, DataType.FLOAT32, NcclRedOp.SUM, 0, 0)
 
 
 def test_file_is_removed_when_the_process_ends() -> None:
@@ -132,7 +132,7 @@ class Foreign:
         self.put(comm, 1000 + rank)
 
     def reduce_support(self, dtype: int, op: int, supported: int) -> None:
-        self.put(supported, int((dtype, op) == (DataType.FLOAT32, RedOp.SUM)), 4)
+        self.put(supported, int((dtype, op) == (DataType.FLOAT32, NcclRedOp.SUM)), 4)
 
     def register(self, comm: int, data: int, size: int, kind: int, mhandle: int) -> None:
         self.put(mhandle, data)
@@ -198,8 +198,8 @@ def test_foreign_plugin(tmp_path: Path, version: int) -> None:
     plugin = CollNetPlugin(foreign.path)
     assert (plugin.name, plugin.version) == ("foreign", version)
     assert [d.speed_mbps for d in plugin.devices()] == [100_000]
-    assert plugin.reduce_support(DataType.FLOAT32, RedOp.SUM)
-    assert not plugin.reduce_support(DataType.INT8, RedOp.SUM)
+    assert plugin.reduce_support(DataType.FLOAT32, NcclRedOp.SUM)
+    assert not plugin.reduce_support(DataType.INT8, NcclRedOp.SUM)
     listens = [plugin.listen(0) for _ in range(2)]
     handles = [handle for handle, _ in listens]
     comms = [plugin.connect(handles, rank, listens[rank][1]) for rank in range(2)]
@@ -214,7 +214,9 @@ def test_foreign_plugin(tmp_path: Path, version: int) -> None:
     requests = []
     for rank, comm in enumerate(comms):
         send, recv, hs, hr = addresses(rank)
-        requests.append(plugin.iallreduce(comm, send, recv, 8, DataType.FLOAT32, RedOp.SUM, hs, hr))
+        requests.append(
+            plugin.iallreduce(comm, send, recv, 8, DataType.FLOAT32, NcclRedOp.SUM, hs, hr)
+        )
         assert (plugin.test(requests[0] or 0) is None) == (rank == 0)
     assert [plugin.test(r or 0) for r in requests] == [32, 32]
     for out in outs:
@@ -232,7 +234,7 @@ def test_foreign_plugin(tmp_path: Path, version: int) -> None:
     for rank, comm in enumerate(comms):
         send, recv, hs, hr = addresses(rank)
         part = Part(mhandle=hs, address=send, nbytes=32)
-        plugin.ireducescatter(comm, [part], recv, 16, (0, 32), DataType.FLOAT32, RedOp.SUM, hr)
+        plugin.ireducescatter(comm, [part], recv, 16, (0, 32), DataType.FLOAT32, NcclRedOp.SUM, hr)
     total = (arrays[0] + arrays[1]).tolist()
     assert [out[:4].tolist() for out in outs] == [total[:4], total[4:]]
     assert plugin.iflush(comms[0], outs[0].ctypes.data, 16, 0) is None

@@ -82,7 +82,7 @@ class FailoverLink(Protocol):
         """Run the callbacks; raises ``LinkClosed``."""
 
 
-class Failover:
+class HubFailover:
     """One failover, from the loss of a hub until the control plane has resumed.
 
     ``lost``: the loss. ``rejoin_by``: time until which the hub that this rank has joined has to

@@ -19,7 +19,7 @@ from miraccl import clock, trace
 from miraccl.bootstrap import lifetime
 from miraccl.bootstrap.control_link import GRACE_SECONDS, ControlLink, Membership
 from miraccl.bootstrap.eventfd import EventFd
-from miraccl.bootstrap.failover import Failover, LinkClosed, Standby
+from miraccl.bootstrap.failover import HubFailover, LinkClosed, Standby
 from miraccl.bootstrap.hub import READ_BYTES, end_sending
 from miraccl.errors import (
     BootstrapError,
@@ -98,7 +98,7 @@ class SocketLink(ControlLink):
         self._unsent = bytearray()
         self._rejected: JoinRejected | None = None
         self._hub_lost: HubLost | None = None
-        self._failover: Failover | None = None
+        self._failover: HubFailover | None = None
         self._hub_is_silent = False  # it has not answered Rejoin in time
         self._stopped = clock.event()
         self._thread = clock.thread(target=self._watch, name=f"miraccl-watcher-{rank}", daemon=True)
@@ -277,7 +277,7 @@ class SocketLink(ControlLink):
         else:
             self._count_hub_process_as_gone(output)
             if self._failover is None:
-                self._failover = Failover(self, output)
+                self._failover = HubFailover(self, output)
             else:
                 self._failover.handle(Outcome.LOST, output.reason)
         self._rejected, self._hub_is_silent = None, False

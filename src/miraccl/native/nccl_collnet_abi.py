@@ -61,7 +61,7 @@ ITEM_BYTES: dict[DataType, int] = {
 """Bytes of an element of each type."""
 
 
-class RedOp(enum.IntEnum):
+class NcclRedOp(enum.IntEnum):
     """``ncclRedOp_t``."""
 
     SUM = 0

@@ -55,7 +55,7 @@ class CollNetPlugin(LoadedPlugin):
             raise SystemFailure(f"CollNet plugin {self.name} connected no communicator")
         return comm.value
 
-    def reduce_support(self, dtype: abi.DataType, op: abi.RedOp) -> bool:
+    def reduce_support(self, dtype: abi.DataType, op: abi.NcclRedOp) -> bool:
         """Return True if the network reduces a type with an operation."""
         supported = ctypes.c_int()
         self._call("reduceSupport", ctypes.c_int(dtype), ctypes.c_int(op), ctypes.byref(supported))
@@ -68,7 +68,7 @@ class CollNetPlugin(LoadedPlugin):
         recv: int,
         count: int,
         dtype: abi.DataType,
-        op: abi.RedOp,
+        op: abi.NcclRedOp,
         send_handle: int,
         recv_handle: int,
     ) -> int | None:
@@ -132,7 +132,7 @@ class CollNetPlugin(LoadedPlugin):
         bytes_per_rank: int,
         window: tuple[int, int],
         dtype: abi.DataType,
-        op: abi.RedOp,
+        op: abi.NcclRedOp,
         recv_handle: int,
     ) -> int | None:
         """Begin a reduce-scatter; return the request. Arguments as for ``iallgather``."""

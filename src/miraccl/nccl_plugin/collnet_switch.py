@@ -29,8 +29,7 @@ from miraccl.bootstrap.hub import HubServer, create_hub
 from miraccl.bootstrap.join import connect
 from miraccl.errors import InvalidUsage
 from miraccl.native import nccl_collnet_abi, nccl_net_abi
-from miraccl.native.nccl_collnet_abi import DataType, Part
-from miraccl.native.nccl_collnet_abi import RedOp as NcclOp
+from miraccl.native.nccl_collnet_abi import DataType, NcclRedOp, Part
 from miraccl.native.nccl_net_abi import HANDLE_BYTES, PTR_HOST
 from miraccl.nccl_plugin.callbacks import store_word
 from miraccl.nccl_plugin.collnet_handle import decode_handle, encode_handle
@@ -48,11 +47,11 @@ if TYPE_CHECKING:
 DEVICE_NAME = b"miraccl-switch"
 SPEED_MBPS, MAX_COMMUNICATORS, MAX_COLL_BYTES = 10_000, 1 << 10, 1 << 40
 _OPERATORS = {
-    NcclOp.SUM: RedOp.SUM,
-    NcclOp.PROD: RedOp.PROD,
-    NcclOp.MAX: RedOp.MAX,
-    NcclOp.MIN: RedOp.MIN,
-    NcclOp.AVG: RedOp.AVG,
+    NcclRedOp.SUM: RedOp.SUM,
+    NcclRedOp.PROD: RedOp.PROD,
+    NcclRedOp.MAX: RedOp.MAX,
+    NcclRedOp.MIN: RedOp.MIN,
+    NcclRedOp.AVG: RedOp.AVG,
 }
 Bytes = NDArray[np.uint8]
 
@@ -63,7 +62,7 @@ def element_type(code: int) -> DType | None:
 
 
 @dataclass(kw_only=True)
-class _Request:
+class _SwitchRequest:
     """An operation in the background; ``finish`` runs when it has ended."""
 
     work: Work | None
@@ -79,7 +78,7 @@ class SwitchGroups:
         self._lock = threading.Lock()
         self._listening: dict[int, tuple[UniqueId, HubServer]] = {}
         self._groups: dict[int, Any] = {}
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, _SwitchRequest] = {}
 
     def listen(self) -> tuple[bytes, int]:
         """Return a handle and the number of the listening object."""
@@ -119,7 +118,7 @@ class SwitchGroups:
     ) -> int:
         number = next(self._numbers)
         with self._lock:
-            self._requests[number] = _Request(work=work, nbytes=nbytes, finish=finish)
+            self._requests[number] = _SwitchRequest(work=work, nbytes=nbytes, finish=finish)
         return number
 
     def all_reduce(self, group: int, send: int, recv: int, count: int, dtype: int, op: int) -> int:
@@ -127,7 +126,7 @@ class SwitchGroups:
         kind = _require_type(dtype)
         source, target = (_array(address, count, kind) for address in (send, recv))
         work = self._groups[group].all_reduce(
-            source, out=target, op=_OPERATORS[NcclOp(op)], async_op=True
+            source, out=target, op=_OPERATORS[NcclRedOp(op)], async_op=True
         )
         return self._keep(work, target.nbytes)
 
@@ -163,7 +162,7 @@ class SwitchGroups:
         counts = [share // kind.itemsize for share in shares]
         source = _gathered(parts, len(window), before=True)[0].view(NUMPY_DTYPE[kind])
         target = _array(recv, counts[comm.rank], kind)
-        reduction = _OPERATORS[NcclOp(op)]
+        reduction = _OPERATORS[NcclRedOp(op)]
         if len(set(counts)) == 1:
             work = comm.reduce_scatter(source, target, op=reduction, async_op=True)
         else:

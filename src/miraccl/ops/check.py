@@ -95,7 +95,7 @@ class CheckedCall(NamedTuple, Generic[B]):
         return self.sends if self.sends is self.receives else ()
 
 
-class Transfer(NamedTuple, Generic[B]):
+class CheckedTransfer(NamedTuple, Generic[B]):
     """A checked send or receive."""
 
     receives: bool
@@ -188,11 +188,11 @@ _SUM, _PREMUL_SUM = RedOp.SUM, RedOp.PREMUL_SUM  # reading a member of an enum t
 
 def check_transfers(
     spec: OpSpec, reader: ArrayReader[B], args: Sequence[Any], stream: Any = None
-) -> list[Transfer[B]]:
+) -> list[CheckedTransfer[B]]:
     """Check the arguments of a ``send``, ``recv`` or ``sendrecv``."""
     name, nranks = spec.name, reader.nranks
     transfers = [
-        Transfer(
+        CheckedTransfer(
             receives,
             peer_rank(args[peer_at], peer, nranks, name),
             reader.view(args[array_at], array, name, stream, receives),

@@ -21,7 +21,7 @@ from miraccl import clock, trace
 from miraccl.errors import InvalidUsage, MiracclError, PeerDied
 from miraccl.executor.cpu.lower import Run
 from miraccl.ops import spec
-from miraccl.ops.check import Transfer
+from miraccl.ops.check import CheckedTransfer
 from miraccl.ops.prepare import PreparedOp, prepare
 from miraccl.ops.request import PlanRequest
 from miraccl.ops.spec import ALL_REDUCE, OpSpec
@@ -254,7 +254,8 @@ class Aggregation:
         words = np.array(command, np.int64)
         memory = self._wide.reader.view(words, "command", name, None, False)
         transfers = [
-            Transfer(False, peer, memory) for peer in range(self._core.nranks, self._wide.nranks)
+            CheckedTransfer(False, peer, memory)
+            for peer in range(self._core.nranks, self._wide.nranks)
         ]
         self._wide.exchange(transfers, None, name, False)
 
@@ -314,7 +315,7 @@ def serve(core: CommunicatorCore, aggregators: int, on_sum: Callable[[int], None
     address = int(nothing.ctypes.data)
     while not _ranks_left(core.faults, core.nranks - aggregators):
         try:
-            core.exchange([Transfer(True, 0, memory)], None, NAME, False)
+            core.exchange([CheckedTransfer(True, 0, memory)], None, NAME, False)
         except MiracclError:
             if _ranks_left(core.faults, core.nranks - aggregators):
                 return

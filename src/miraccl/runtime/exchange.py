@@ -26,7 +26,7 @@ _RECEIVES, _DONE, _ROUNDS = layout.OP_RECEIVES // 8, layout.OP_DONE // 8, layout
 _MARK, _MUST, _AFTER = layout.OP_MARK // 8, layout.OP_WAIT // 8, layout.OP_PREDECESSOR // 8
 
 
-Transfer = check.Transfer[HostMemory]
+Transfer = check.CheckedTransfer[HostMemory]
 
 
 @dataclass(eq=False, kw_only=True)

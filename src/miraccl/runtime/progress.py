@@ -36,7 +36,7 @@ class Progressable(Protocol):
         """
 
 
-class ProgressThread:
+class MessageProgressThread:
     """The progress thread of this process."""
 
     def __init__(self) -> None:
@@ -116,5 +116,5 @@ class ProgressThread:
             return None
 
 
-progress = ProgressThread()
+progress = MessageProgressThread()
 os.register_at_fork(after_in_child=progress.forked)

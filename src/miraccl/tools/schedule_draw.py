@@ -15,8 +15,8 @@ from miraccl.schedule.ir import Buffer, Op, Schedule
 from miraccl.schedule.text import format_step
 from miraccl.tools.schedule_fold import (
     BUFFER_NAMES,
+    FoldedRow,
     Layout,
-    Row,
     folded_layout,
     full_layout,
 )
@@ -131,7 +131,7 @@ class Picture:
             y += self._height(row) + 8
         self.bottom = y
 
-    def _height(self, row: Row) -> int:
+    def _height(self, row: FoldedRow) -> int:
         return _LANE * self.schedule.nchannels if row.rank is not None else 26
 
     def _lines(self, event: StepEvent) -> list[str]:
@@ -210,7 +210,7 @@ class Picture:
                 f' text-anchor="middle">{missing} more</text>'
             )
 
-    def _row(self, row: Row, top: int) -> Iterator[str]:
+    def _row(self, row: FoldedRow, top: int) -> Iterator[str]:
         height = self._height(row)
         if row.rank is None:
             yield f'<text x="{self.left}" y="{top + 17}" fill="{_MUTED}">{escape(row.label)}</text>'

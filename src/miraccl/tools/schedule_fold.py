@@ -78,7 +78,7 @@ class Naming:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class FoldedRow:
     """One row of a picture: a rank, and the ranks that it stands for.
 
     ``label`` has no events if ``rank`` is None: it stands for ranks that are left out.
@@ -97,7 +97,7 @@ class Layout:
         columns: Units of time that are shown; None stands for those that are left out.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[FoldedRow, ...]
     columns: tuple[int | None, ...]
     naming: Naming
 
@@ -105,7 +105,7 @@ class Layout:
 def full_layout(schedule: Schedule, timeline: Timeline) -> Layout:
     """Return one row per rank and one column per unit of time."""
     return Layout(
-        rows=tuple(Row(label=f"rank {rank}", rank=rank) for rank in range(schedule.nranks)),
+        rows=tuple(FoldedRow(label=f"rank {rank}", rank=rank) for rank in range(schedule.nranks)),
         columns=tuple(range(timeline.length)),
         naming=Naming(nranks=schedule.nranks),
     )
@@ -133,7 +133,8 @@ def folded_layout(schedule: Schedule, timeline: Timeline) -> Layout:
                 naming = replace(plain, note=f"{what} are those of the lowest rank of a row")
     if len(classes) < schedule.nranks:
         rows = [
-            Row(label=_range_label(ranks), rank=ranks[0], count=len(ranks)) for ranks in classes
+            FoldedRow(label=_range_label(ranks), rank=ranks[0], count=len(ranks))
+            for ranks in classes
         ]
     else:
         rows, naming = _rows_with_ellipses(schedule.nranks, events), plain
@@ -204,7 +205,7 @@ def _relative_namings(schedule: Schedule) -> Iterator[Naming]:
         yield Naming(nranks=n, peer=mirrored, note=flip)
 
 
-def _rows_with_ellipses(nranks: int, events: dict[int, list[StepEvent]]) -> list[Row]:
+def _rows_with_ellipses(nranks: int, events: dict[int, list[StepEvent]]) -> list[FoldedRow]:
     """Return rows in rank order; of neighbours that do the same later, the first and the last."""
 
     def shifted(rank: int) -> Hashable:
@@ -212,20 +213,20 @@ def _rows_with_ellipses(nranks: int, events: dict[int, list[StepEvent]]) -> list
         first = min((event.start for event in mine), default=0)
         return tuple((event.channel, event.step.op, event.start - first) for event in mine)
 
-    rows: list[Row] = []
+    rows: list[FoldedRow] = []
     for _, group in groupby(range(nranks), shifted):
         ranks = list(group)
         if len(ranks) < LEAST_RUN:
-            rows += [Row(label=f"rank {rank}", rank=rank) for rank in ranks]
+            rows += [FoldedRow(label=f"rank {rank}", rank=rank) for rank in ranks]
             continue
         rows += [
-            Row(label=f"rank {ranks[0]}", rank=ranks[0]),
-            Row(
+            FoldedRow(label=f"rank {ranks[0]}", rank=ranks[0]),
+            FoldedRow(
                 label=f"⋮ {_range_label(ranks[1:-1])}: the same, one after the other",
                 rank=None,
                 count=len(ranks) - 2,
             ),
-            Row(label=f"rank {ranks[-1]}", rank=ranks[-1]),
+            FoldedRow(label=f"rank {ranks[-1]}", rank=ranks[-1]),
         ]
     return rows
 

@@ -16,9 +16,9 @@ from typing import Any
 from miraccl.proxy.datagram_driver import DatagramDriver, DatagramSockets
 from miraccl.sim.fabric.datagram_host import IP_UDP_BYTES
 from miraccl.sim.fabric.events import SECOND
-from miraccl.sim.fabric.network import Fabric
+from miraccl.sim.fabric.network import PacketFabric
 from miraccl.sim.fabric.ports import FabricPacket, OutputPort
-from miraccl.sim.fabric.topology import LinkProfile, Topology
+from miraccl.sim.fabric.topology import FabricTopology, LinkProfile
 from miraccl.transport.base import DatagramConnection, DatagramOptions, Endpoint, NetConnection
 from miraccl.transport.datagram import DatagramTransport, SocketInfo
 from miraccl.transport.fifo import PAGE_BYTES, PrivateMemory, native_atomics
@@ -27,9 +27,9 @@ from miraccl.wire import proxy_records as wire
 PORT = 4791
 
 
-def switched_paths(nhosts: int, npaths: int, profile: LinkProfile) -> Topology:
+def switched_paths(nhosts: int, npaths: int, profile: LinkProfile) -> FabricTopology:
     """Build ``npaths`` switches to which every host has a cable."""
-    result = Topology(nhosts, npaths)
+    result = FabricTopology(nhosts, npaths)
     for path in range(npaths):
         for host in range(nhosts):
             result.connect(host, nhosts + path, profile)
@@ -89,7 +89,7 @@ class FabricNetwork:
     """Ranks on a fabric."""
 
     def __init__(self, nranks: int, npaths: int, profile: LinkProfile, seed: int = 0) -> None:
-        self.fabric = Fabric(switched_paths(nranks, npaths, profile), seed=seed)
+        self.fabric = PacketFabric(switched_paths(nranks, npaths, profile), seed=seed)
         self.hosts = [FabricHost(self, rank, npaths) for rank in range(nranks)]
         self.proxies: list[FabricProxy] = []
         self.lock = threading.RLock()

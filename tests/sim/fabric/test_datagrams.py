@@ -11,7 +11,7 @@ from miraccl.errors import MissingDependency
 from miraccl.native.crypto import libcrypto
 from miraccl.sim.fabric.datagram_host import DatagramHost, join
 from miraccl.sim.fabric.datagram_runs import (
-    Admission,
+    AdmissionPolicy,
     Incast,
     run_incast,
     run_messages,
@@ -19,7 +19,7 @@ from miraccl.sim.fabric.datagram_runs import (
 )
 from miraccl.sim.fabric.events import MS, SECOND, US
 from miraccl.sim.fabric.faults import LinkChange, both_directions
-from miraccl.sim.fabric.network import Fabric
+from miraccl.sim.fabric.network import PacketFabric
 from miraccl.sim.fabric.topology import LinkProfile, fat_tree
 from tests.wire.datagram import histories, mutations
 
@@ -34,12 +34,12 @@ def test_credit_serves_an_incast_without_loss_and_fairly() -> None:
     assert result.over_ideal <= 1.08
     assert result.dropped_share <= 0.001
     assert result.jain >= 0.98
-    without = run_incast(replace(case, admission=Admission.OFF, congestion="cubic"))
+    without = run_incast(replace(case, admission=AdmissionPolicy.OFF, congestion="cubic"))
     assert without.dropped_share > 0.005
 
 
 def test_clear_to_send_delivers() -> None:
-    result = run_incast(Incast(nbytes=MEBI // 4, senders=3, admission=Admission.CTS))
+    result = run_incast(Incast(nbytes=MEBI // 4, senders=3, admission=AdmissionPolicy.CTS))
     assert result.over_ideal <= 1.2
 
 
@@ -47,7 +47,7 @@ def test_a_flow_over_a_fat_tree_survives_its_links() -> None:
     """Paths are entropies; links from aggregation to core switches fail one after the other."""
     profile = LinkProfile(rate=1 * SECOND, latency=5 * US, queue=100_000)
     tree = fat_tree(4, profile)
-    fabric = Fabric(tree)
+    fabric = PacketFabric(tree)
     a, b = DatagramHost(fabric, 0), DatagramHost(fabric, 13)
     end, other = join(a, b, npaths=8)
     cores = [i for i, link in enumerate(tree.links) if link.target >= tree.hosts + 16]

@@ -11,11 +11,11 @@ import pytest
 from miraccl.errors import InvalidUsage
 from miraccl.sim.fabric import compiled, interpreted
 from miraccl.sim.fabric.faults import LinkChange, both_directions
-from miraccl.sim.fabric.topology import LinkProfile, Topology, fat_tree, star
+from miraccl.sim.fabric.topology import FabricTopology, LinkProfile, fat_tree, star
 from miraccl.sim.fabric.transfers import (
     Balance,
     Control,
-    Transfer,
+    FabricTransfer,
     TransferConfig,
     TransferRequest,
 )
@@ -44,14 +44,14 @@ PERMUTATION_16 = {
 }
 
 
-def permutation(nhosts: int, seed: int, nbytes: int = NBYTES) -> list[Transfer]:
+def permutation(nhosts: int, seed: int, nbytes: int = NBYTES) -> list[FabricTransfer]:
     """Random cycle over all hosts."""
     order = list(range(nhosts))
     random.Random(seed).shuffle(order)
-    return [Transfer(order[i - 1], order[i], nbytes) for i in range(nhosts)]
+    return [FabricTransfer(order[i - 1], order[i], nbytes) for i in range(nhosts)]
 
 
-def first_core_link(tree: Topology) -> int:
+def first_core_link(tree: FabricTopology) -> int:
     """Number of the first link from an aggregation switch to a core switch."""
     half = round((4 * tree.hosts) ** (1 / 3)) // 2
     core = tree.hosts + tree.switches - half * half
@@ -68,14 +68,19 @@ DOWN = both_directions(LinkChange(time=5 * US, link=CORE, up=False), CORE + 1)
     ("transfers", "config", "changes", "profile"),
     [
         (SMALL, TransferConfig(), (), PROFILE),
-        ([Transfer(i, 15, 150_000, i * 700) for i in range(15)], TransferConfig(), (), PROFILE),
+        (
+            [FabricTransfer(i, 15, 150_000, i * 700) for i in range(15)],
+            TransferConfig(),
+            (),
+            PROFILE,
+        ),
         (SMALL, TransferConfig(entropies=1), (), PROFILE),
         (SMALL, TransferConfig(balance=Balance.RECYCLE), DOWN, replace(PROFILE, mark_above=20_000)),
         (SMALL, TransferConfig(), DOWN, PROFILE),
         (SMALL, TransferConfig(), (LinkChange(time=0, link=CORE, rate=10 * GIGA),), PROFILE),
         (SMALL, TransferConfig(), (LinkChange(time=9 * US, link=CORE, loss=0.5),), PROFILE),
         (
-            [*SMALL, *(Transfer(i, 15, 100_000) for i in range(8))],
+            [*SMALL, *(FabricTransfer(i, 15, 100_000) for i in range(8))],
             TransferConfig(control=Control.SENDER, window=10),
             (),
             replace(PROFILE, trimming=False, mark_above=20_000, loss=0.01),
@@ -84,7 +89,7 @@ DOWN = both_directions(LinkChange(time=5 * US, link=CORE, up=False), CORE + 1)
     ids=["spray", "incast", "ecmp", "recycle-down", "spray-down", "slow", "lossy", "sender"],
 )
 def test_compiled_and_interpreted_agree(
-    transfers: list[Transfer],
+    transfers: list[FabricTransfer],
     config: TransferConfig,
     changes: tuple[LinkChange, ...],
     profile: LinkProfile,
@@ -96,18 +101,20 @@ def test_compiled_and_interpreted_agree(
     assert result.slowest > 0
 
 
-def slowest_us(tree: Topology, transfers: list[Transfer], entropies: int = 128) -> float:
+def slowest_us(
+    tree: FabricTopology, transfers: list[FabricTransfer], entropies: int = 128
+) -> float:
     config = TransferConfig(entropies=entropies)
     return compiled.run(TransferRequest(tree, transfers, config)).slowest / US
 
 
 def test_published_bounds_on_16_hosts() -> None:
     """Bounds in us of the EQDS authors, htsim ``validate.txt``; ideal: 490 packets of 332 ns."""
-    one, back = Transfer(0, 13, NBYTES), Transfer(13, 0, NBYTES)
+    one, back = FabricTransfer(0, 13, NBYTES), FabricTransfer(13, 0, NBYTES)
     assert 163 < slowest_us(TREE, [one]) <= 180
     assert slowest_us(TREE, [one, back]) <= 190
-    assert slowest_us(TREE, [Transfer(i, 15, NBYTES) for i in range(15)]) <= 2500
-    pairs = [Transfer(a, b, NBYTES) for a, b in PERMUTATION_16.items()]
+    assert slowest_us(TREE, [FabricTransfer(i, 15, NBYTES) for i in range(15)]) <= 2500
+    pairs = [FabricTransfer(a, b, NBYTES) for a, b in PERMUTATION_16.items()]
     assert slowest_us(TREE, pairs, entropies=128) <= 210
     assert 400 < slowest_us(TREE, pairs, entropies=1) <= 1300
 
@@ -117,11 +124,11 @@ def test_published_bounds_on_128_hosts() -> None:
     tree = fat_tree(8, PROFILE)
     pairs = [(1, 0), (2, 0), *((2, 4 + i) for i in range(9))]
     pairs += [(3, 0), *((3, 13 + i) for i in range(9))]
-    request = TransferRequest(tree, [Transfer(a, b, NBYTES) for a, b in pairs])
+    request = TransferRequest(tree, [FabricTransfer(a, b, NBYTES) for a, b in pairs])
     result = compiled.run(request)
     assert result.completion[0] / US <= 215
     assert result.slowest / US <= 2500
-    assert slowest_us(tree, [Transfer(i, 127, NBYTES) for i in range(127)]) <= 23_000
+    assert slowest_us(tree, [FabricTransfer(i, 127, NBYTES) for i in range(127)]) <= 23_000
 
 
 @pytest.mark.skipif(not os.environ.get("TEST_SLOW"), reason="17 million events; TEST_SLOW=1")
@@ -134,7 +141,7 @@ def test_published_bounds_on_1024_hosts() -> None:
 def test_a_dead_core_link_stops_no_transfer() -> None:
     """Recycled entropies leave a dead link; spraying keeps losing a share of the packets."""
     down = both_directions(LinkChange(time=50 * US, link=CORE, up=False), CORE + 1)
-    pairs = [Transfer(a, b, NBYTES) for a, b in PERMUTATION_16.items()]
+    pairs = [FabricTransfer(a, b, NBYTES) for a, b in PERMUTATION_16.items()]
     tree = fat_tree(4, replace(PROFILE, mark_above=PROFILE.queue // 2))
     lost = {}
     for balance in Balance:
@@ -152,15 +159,15 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 
 def test_a_run_ends_at_its_time_limit() -> None:
-    request = TransferRequest(TREE, [Transfer(0, 13, NBYTES)])
+    request = TransferRequest(TREE, [FabricTransfer(0, 13, NBYTES)])
     for run in (compiled.run, interpreted.run):
         assert run(request, until=20 * US).completion == (-1,)
 
 
 def test_errors_name_what_is_wrong() -> None:
     with pytest.raises(InvalidUsage, match="host 3 to 3 of 16"):
-        TransferRequest(TREE, [Transfer(3, 3, 1)])
+        TransferRequest(TREE, [FabricTransfer(3, 3, 1)])
     with pytest.raises(InvalidUsage, match="must be even"):
         fat_tree(3, PROFILE)
     with pytest.raises(InvalidUsage, match="link 0 with jitter"):
-        compiled.run(TransferRequest(star(2, LinkProfile(jitter=1)), [Transfer(0, 1, 1)]))
+        compiled.run(TransferRequest(star(2, LinkProfile(jitter=1)), [FabricTransfer(0, 1, 1)]))

@@ -18,7 +18,7 @@ from miraccl.native.crypto import AesGcm
 from miraccl.sim.fabric.datagram_host import DatagramHost, FlowEnd, join
 from miraccl.sim.fabric.events import MS, SECOND, US
 from miraccl.sim.fabric.faults import LinkChange
-from miraccl.sim.fabric.network import Fabric
+from miraccl.sim.fabric.network import PacketFabric
 from miraccl.sim.fabric.topology import LinkProfile, parallel_paths
 from miraccl.wire.datagram.control import CONTROLLERS
 from miraccl.wire.datagram.credit import UNSOLICITED_BYTES, Grantor
@@ -86,7 +86,7 @@ def run_history(seed: int) -> dict[str, int]:
     """Run one history; ``AssertionError`` or ``ProtocolError`` is a violation."""
     draw = random.Random(seed)
     npaths = draw.randrange(1, 4)
-    fabric = Fabric(parallel_paths([random_profile(draw) for _ in range(npaths)]), seed=seed)
+    fabric = PacketFabric(parallel_paths([random_profile(draw) for _ in range(npaths)]), seed=seed)
     fabric.schedule_changes(random_cuts(draw, 2 * npaths))
     # tags in Python take as long as the rest of a history
     mode = Protection.MAC if draw.random() < 0.1 else Protection.AEAD

@@ -16,7 +16,7 @@ from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.fastpath.fast_calls import FastCalls
 from miraccl.ops import spec
-from miraccl.ops.check import CheckedCall, Transfer, check, check_transfers
+from miraccl.ops.check import CheckedCall, CheckedTransfer, check, check_transfers
 from miraccl.ops.device_arrays import DeviceMemory, DeviceReader
 from miraccl.ops.spec import FastForm, OpSpec
 from miraccl.runtime.gpu.call_context import CallContext
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SUM = RedOp.SUM
 CheckedDeviceCall = CheckedCall[DeviceMemory]
-DeviceTransfer = Transfer[DeviceMemory]
+DeviceTransfer = CheckedTransfer[DeviceMemory]
 
 
 class DeviceOperations:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from miraccl.sim.fabric.network import Fabric
+from miraccl.sim.fabric.network import PacketFabric
 from miraccl.sim.fabric.ports import FabricPacket, OutputPort
 from miraccl.wire.datagram.credit import UNSOLICITED_BYTES, Grantor
 from miraccl.wire.datagram.flow import DatagramFlow, validate_state
@@ -152,7 +152,7 @@ class DatagramHost:
 
     def __init__(
         self,
-        fabric: Fabric,
+        fabric: PacketFabric,
         number: int,
         *,
         admission: Grantor | None = None,

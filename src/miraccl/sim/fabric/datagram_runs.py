@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from miraccl.sim.fabric.datagram_host import IP_UDP_BYTES, DatagramHost, FlowEnd, join
 from miraccl.sim.fabric.events import SECOND
-from miraccl.sim.fabric.network import Fabric
-from miraccl.sim.fabric.topology import LinkProfile, Topology, parallel_paths, star
+from miraccl.sim.fabric.network import PacketFabric
+from miraccl.sim.fabric.topology import FabricTopology, LinkProfile, parallel_paths, star
 from miraccl.wire.datagram.credit import Grantor
 from miraccl.wire.datagram.packets import DATA_BYTES, HEADER_BYTES, TAG_BYTES
 
@@ -18,7 +18,7 @@ NSTREAMS = 16
 LIMIT = 600 * SECOND
 
 
-class Admission(enum.Enum):
+class AdmissionPolicy(enum.Enum):
     """Admission at a receiver: none, one posted receive per sender, or grants over all senders."""
 
     OFF = "off"
@@ -51,7 +51,7 @@ def run_transfer(
     seed: int = 0,
 ) -> GoodputResult:
     """Send ``nbytes`` over parallel paths; the possible rate is that of the paths less loss."""
-    fabric = Fabric(parallel_paths(paths), seed=seed)
+    fabric = PacketFabric(parallel_paths(paths), seed=seed)
     ends = join(
         DatagramHost(fabric, 0),
         DatagramHost(fabric, 1),
@@ -84,7 +84,7 @@ def run_messages(
     path: LinkProfile, nbytes: int, count: int, *, congestion: str = "swift", seed: int = 0
 ) -> list[int]:
     """Send messages one after the other; return their times to acknowledgement in ns, sorted."""
-    fabric = Fabric(parallel_paths([path]), seed=seed)
+    fabric = PacketFabric(parallel_paths([path]), seed=seed)
     sender, _ = join(DatagramHost(fabric, 0), DatagramHost(fabric, 1), congestion=congestion)
     times: list[int] = []
     payload = bytes(nbytes)
@@ -121,7 +121,7 @@ class Incast:
     access: LinkProfile = field(
         default_factory=lambda: LinkProfile(rate=10 * SECOND, latency=25_000, queue=1 << 30)
     )
-    admission: Admission = Admission.CREDIT
+    admission: AdmissionPolicy = AdmissionPolicy.CREDIT
     congestion: str = "swift"
     mtu: int = 1472
     budget: int = 256 << 10
@@ -141,9 +141,9 @@ class IncastResult:
 def run_incast(case: Incast, seed: int = 0) -> IncastResult:
     """Run an incast; the receiver posts all of its receives at the start."""
     receiver = case.senders
-    fabric = Fabric(_incast_topology(case), seed=seed)
+    fabric = PacketFabric(_incast_topology(case), seed=seed)
     grantor = None
-    if case.admission is Admission.CREDIT:
+    if case.admission is AdmissionPolicy.CREDIT:
         grantor = Grantor(case.budget, case.bottleneck.rate // 8)
     target = DatagramHost(fabric, receiver, admission=grantor)
     pairs = [
@@ -159,7 +159,7 @@ def run_incast(case: Incast, seed: int = 0) -> IncastResult:
             ended[end.number] = fabric.now
 
     for sender, end in pairs:
-        if case.admission is Admission.CTS:
+        if case.admission is AdmissionPolicy.CTS:
             _post_in_turn(sender, end, _frames(case.nbytes), on_frame)
         else:
             _post_all(sender, end, _frames(case.nbytes), on_frame)
@@ -177,7 +177,7 @@ def run_incast(case: Incast, seed: int = 0) -> IncastResult:
     )
 
 
-def _incast_topology(case: Incast) -> Topology:
+def _incast_topology(case: Incast) -> FabricTopology:
     topology = star(case.senders + 1, case.access)
     link = topology.routes[0][case.senders][0]
     topology.links[link] = replace(topology.links[link], profile=case.bottleneck)

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 from miraccl.sim.fabric.events import SECOND
-from miraccl.sim.fabric.network import Fabric
+from miraccl.sim.fabric.network import PacketFabric
 from miraccl.sim.fabric.ports import FabricPacket
 from miraccl.sim.fabric.senders import Kind, Message, Receiver, Sender
 from miraccl.sim.fabric.transfers import (
@@ -25,7 +25,7 @@ class TransferHost:
     receivers, those that resend first, the others in turn.
     """
 
-    def __init__(self, fabric: Fabric, number: int, config: TransferConfig) -> None:
+    def __init__(self, fabric: PacketFabric, number: int, config: TransferConfig) -> None:
         self.number, self.config = number, config
         self.senders: dict[int, Sender] = {}
         self.receivers: dict[int, tuple[Receiver, int]] = {}
@@ -202,7 +202,7 @@ class TransferHost:
 
 def run(request: TransferRequest, until: int = 10 * SECOND) -> TransferResult:
     """Run transfers until all have ended or ``until`` ns have passed."""
-    fabric = Fabric(request.topology, seed=request.seed)
+    fabric = PacketFabric(request.topology, seed=request.seed)
     fabric.schedule_changes(request.changes)
     hosts: dict[int, TransferHost] = {}
     senders: list[Sender] = []

@@ -15,7 +15,7 @@ from miraccl.sim.fabric.events import SECOND, EventQueue
 from miraccl.sim.fabric.faults import LinkChange
 from miraccl.sim.fabric.hashing import choose, mix
 from miraccl.sim.fabric.ports import FabricPacket, OutputPort, RandomDraws
-from miraccl.sim.fabric.topology import Topology
+from miraccl.sim.fabric.topology import FabricTopology
 
 
 class Host(Protocol):
@@ -26,7 +26,7 @@ class Host(Protocol):
         ...
 
 
-class Fabric:
+class PacketFabric:
     """Event loop over a topology.
 
     Args:
@@ -39,7 +39,7 @@ class Fabric:
         hosts: Host objects by number; set by ``attach``.
     """
 
-    def __init__(self, topology: Topology, *, seed: int = 0) -> None:
+    def __init__(self, topology: FabricTopology, *, seed: int = 0) -> None:
         topology.validate()
         self.topology, self.seed = topology, seed
         self.events = EventQueue()

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from miraccl.sim.fabric.hashing import draw, mix
-from miraccl.sim.fabric.transfers import Balance, Control, Transfer, TransferConfig
+from miraccl.sim.fabric.transfers import Balance, Control, FabricTransfer, TransferConfig
 
 #: Smallest share of a window that a sender asks credits for.
 MIN_WINDOW = 2
@@ -74,7 +74,9 @@ class Message:
 class Sender:
     """Sender of one transfer. ``next_message`` is called when the host's link is free."""
 
-    def __init__(self, number: int, transfer: Transfer, config: TransferConfig, seed: int) -> None:
+    def __init__(
+        self, number: int, transfer: FabricTransfer, config: TransferConfig, seed: int
+    ) -> None:
         self.number, self.transfer, self.config = number, transfer, config
         self.count = -(-transfer.nbytes // config.payload)
         self.queued = False

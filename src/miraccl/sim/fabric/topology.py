@@ -66,7 +66,7 @@ class LinkSpec:
 
 
 @dataclass
-class Topology:
+class FabricTopology:
     """Nodes and links.
 
     Attributes:
@@ -116,7 +116,7 @@ class Topology:
                         )
 
 
-def fat_tree(k: int, profile: LinkProfile, host_queue: int = 1 << 40) -> Topology:
+def fat_tree(k: int, profile: LinkProfile, host_queue: int = 1 << 40) -> FabricTopology:
     """Build a k-ary fat tree (Al-Fares et al., SIGCOMM 2008): k^3/4 hosts, full bisection.
 
     Args:
@@ -127,7 +127,7 @@ def fat_tree(k: int, profile: LinkProfile, host_queue: int = 1 << 40) -> Topolog
         raise InvalidUsage(f"fat tree of {k}-port switches; the number of ports must be even")
     half = k // 2
     nhosts, nedges = k * half * half, k * half
-    tree = Topology(nhosts, 2 * nedges + half * half)
+    tree = FabricTopology(nhosts, 2 * nedges + half * half)
     nic = replace(profile, queue=host_queue, mark_above=0, trimming=False)
 
     def edge(pod: int, i: int) -> int:
@@ -171,7 +171,7 @@ def fat_tree(k: int, profile: LinkProfile, host_queue: int = 1 << 40) -> Topolog
     return tree
 
 
-def star(nhosts: int, access: LinkProfile, output: LinkProfile | None = None) -> Topology:
+def star(nhosts: int, access: LinkProfile, output: LinkProfile | None = None) -> FabricTopology:
     """Build one switch with ``nhosts`` hosts.
 
     Args:
@@ -179,7 +179,7 @@ def star(nhosts: int, access: LinkProfile, output: LinkProfile | None = None) ->
         access: Links from hosts to the switch.
         output: Links from the switch to hosts; those of ``access`` by default.
     """
-    result = Topology(nhosts, 1)
+    result = FabricTopology(nhosts, 1)
     for host in range(nhosts):
         result.connect(host, nhosts, access)
         link = result.connect(nhosts, host, output or access)
@@ -187,9 +187,9 @@ def star(nhosts: int, access: LinkProfile, output: LinkProfile | None = None) ->
     return result
 
 
-def parallel_paths(profiles: Sequence[LinkProfile]) -> Topology:
+def parallel_paths(profiles: Sequence[LinkProfile]) -> FabricTopology:
     """Build two hosts joined by one cable per profile; link 2 i leads from host 0 to host 1."""
-    result = Topology(2, 0)
+    result = FabricTopology(2, 0)
     for profile in profiles:
         result.connect(0, 1, profile)
         result.connect(1, 0, profile)

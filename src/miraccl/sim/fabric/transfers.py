@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from miraccl.errors import InvalidUsage
 from miraccl.sim.fabric.faults import LinkChange
-from miraccl.sim.fabric.topology import Topology
+from miraccl.sim.fabric.topology import FabricTopology
 
 US = 1_000
 
@@ -41,7 +41,7 @@ class Control(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Transfer:
+class FabricTransfer:
     """``nbytes`` from host ``source`` to host ``target``, from ``start`` (ns) on."""
 
     source: int
@@ -93,8 +93,8 @@ class TransferConfig:
 class TransferRequest:
     """A run: topology, transfers, protocol, changes of links, seed."""
 
-    topology: Topology
-    transfers: Sequence[Transfer]
+    topology: FabricTopology
+    transfers: Sequence[FabricTransfer]
     config: TransferConfig = field(default_factory=TransferConfig)
     changes: Sequence[LinkChange] = ()
     seed: int = 0

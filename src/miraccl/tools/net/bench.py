@@ -17,7 +17,7 @@ import numpy as np
 from miraccl import clock
 from miraccl.errors import MiracclError
 from miraccl.tools.net.devices import format_table
-from miraccl.tools.net.pair import Pair
+from miraccl.tools.net.pair import HostPair
 
 #: Messages whose rate is measured are repeated up to this often, and at least twice.
 MAX_MESSAGES = 4096
@@ -67,7 +67,7 @@ class SizeBench:
         seconds: Time for each of the three figures.
     """
 
-    def __init__(self, pair: Pair, nbytes: int, seconds: float) -> None:
+    def __init__(self, pair: HostPair, nbytes: int, seconds: float) -> None:
         self.pair, self.comm, self.nbytes, self.seconds = pair, pair.comm, nbytes, seconds
         self.out = pattern(nbytes, pair.rank)
         self.into = np.zeros(nbytes, np.uint8)
@@ -145,7 +145,7 @@ class SizeBench:
         self.wrong = int(np.count_nonzero(self.into != pattern(self.nbytes, self.pair.peer)))
 
 
-def measure(pair: Pair, sizes: tuple[int, ...], seconds: float) -> Iterator[BenchRow]:
+def measure(pair: HostPair, sizes: tuple[int, ...], seconds: float) -> Iterator[BenchRow]:
     """Measure all sizes; both ends yield the same rows.
 
     Raises:

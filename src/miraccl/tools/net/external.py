@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-from miraccl.tools.net.pair import Pair
+from miraccl.tools.net.pair import HostPair
 
 TOOLS = ("iperf3", "ib_write_bw")
 _PACKAGES = {"iperf3": "apt install iperf3", "ib_write_bw": "apt install perftest"}
@@ -21,7 +21,7 @@ _IB_LINE = re.compile(r"^\s*(\d+)\s+\d+\s+[\d.]+\s+([\d.]+)\s+[\d.]+\s*$", re.MU
 
 
 def compare(
-    pair: Pair, tool: str, *, sizes: Sequence[int], streams: int, seconds: float, port: int
+    pair: HostPair, tool: str, *, sizes: Sequence[int], streams: int, seconds: float, port: int
 ) -> list[dict[str, Any]]:
     """Run ``tool`` between the two ends and return its results; both ends return the same.
 
@@ -52,7 +52,7 @@ def _failed(tool: str, reason: str) -> dict[str, Any]:
     return {"tool": tool, "bytes": 0, "gbps": 0.0, "how": reason}
 
 
-def _run(pair: Pair, command: list[str], timeout: float) -> str:
+def _run(pair: HostPair, command: list[str], timeout: float) -> str:
     """Run one end; the client starts when the server had time to listen."""
     if pair.is_server:
         process = subprocess.Popen(

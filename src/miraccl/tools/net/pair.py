@@ -30,7 +30,7 @@ DEFAULT_PORT = 29400
 SERVER, CLIENT = 0, 1
 
 
-class Pair:
+class HostPair:
     """One end of the two: a communicator of two ranks, and JSON over the control plane.
 
     Attributes:
@@ -89,7 +89,7 @@ def pair_secret(local: bool) -> bytes:
 
 
 @contextlib.contextmanager
-def serve(port: int, *, timeout: float, net: str = "") -> Iterator[Pair]:
+def serve(port: int, *, timeout: float, net: str = "") -> Iterator[HostPair]:
     """Listen for a client and yield the pair; without MIRACCL_SECRET on loopback only."""
     local = not params.SECRET.read()
     _, hub = create_hub(
@@ -100,7 +100,7 @@ def serve(port: int, *, timeout: float, net: str = "") -> Iterator[Pair]:
 
 
 @contextlib.contextmanager
-def join(host: str, port: int, *, timeout: float, net: str = "") -> Iterator[Pair]:
+def join(host: str, port: int, *, timeout: float, net: str = "") -> Iterator[HostPair]:
     """Connect to a server and yield the pair."""
     with _joined((host, port), CLIENT, timeout, net) as pair:
         pair.host = host
@@ -110,7 +110,7 @@ def join(host: str, port: int, *, timeout: float, net: str = "") -> Iterator[Pai
 @contextlib.contextmanager
 def _joined(
     address: tuple[str, int], rank: int, timeout: float, net: str, hub: HubServer | None = None
-) -> Iterator[Pair]:
+) -> Iterator[HostPair]:
     local = is_loopback(address[0]) and (hub is None or not params.SECRET.read())
     with _environment(rank, net):
         deadline = Deadline.after(timeout)
@@ -128,7 +128,7 @@ def _joined(
         phases = SetupPhases(session, Deadline.after(params.BOOTSTRAP_TIMEOUT.read()))
         comm = Communicator.from_session(session, options, setup=phases)
         with comm:
-            yield Pair(session, comm, "")
+            yield HostPair(session, comm, "")
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from miraccl.bootstrap.interfaces import (
     source_address,
 )
 from miraccl.sockets import open_in_range
-from miraccl.tools.net.pair import Pair
+from miraccl.tools.net.pair import HostPair
 from miraccl.tools.net.probe_packets import HEADER_BYTES, ProbePacket, decode, encode
 from miraccl.transport.connect_round import family_of
 
@@ -46,7 +46,7 @@ RATE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class PathReport:
+class ProbedPath:
     """Results for one address of the other host.
 
     Attributes:
@@ -157,7 +157,7 @@ def arrival(control: Sequence[tuple[int, int, bytes]]) -> tuple[int, int]:
     return interface, ttl
 
 
-class Flow:
+class ProbeFlow:
     """One UDP socket connected to one address of the other host."""
 
     def __init__(self, number: int, remote: str, port: int, key: bytes) -> None:
@@ -274,12 +274,12 @@ class ProbeOptions:
 
 def probe_address(
     remote: str, port: int, key: bytes, options: ProbeOptions, advance: Callable[[], None]
-) -> PathReport:
+) -> ProbedPath:
     """Probe one address of the other host."""
     with contextlib.ExitStack() as stack:
         flows = []
         for number in range(options.flows):
-            flow = Flow(number, remote, port, key)
+            flow = ProbeFlow(number, remote, port, key)
             stack.callback(flow.close)
             flows.append(flow)
         per_flow = max(1, options.count // len(flows))
@@ -306,7 +306,7 @@ def probe_address(
     if ordered:
         p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
         quantiles = (ordered[0], statistics.median(ordered), p99)
-    return PathReport(
+    return ProbedPath(
         local=local,
         remote=remote,
         rtt_us=quantiles,
@@ -319,7 +319,7 @@ def probe_address(
     )
 
 
-def run_train(flow: Flow, count: int, gap: float) -> Iterator[tuple[ProbePacket, float]]:
+def run_train(flow: ProbeFlow, count: int, gap: float) -> Iterator[tuple[ProbePacket, float]]:
     """Send ``count`` probes, ``gap`` seconds apart; yield their answers."""
     start = clock.monotonic()
     pending = set()
@@ -337,7 +337,7 @@ def run_train(flow: Flow, count: int, gap: float) -> Iterator[tuple[ProbePacket,
         yield answer
 
 
-def find_mtu(flow: Flow) -> int:
+def find_mtu(flow: ProbeFlow) -> int:
     """Return the largest IP packet that reaches the other host, by binary search."""
 
     def passes(size: int) -> bool:
@@ -364,7 +364,7 @@ def find_mtu(flow: Flow) -> int:
     return low
 
 
-def probe_key(pair: Pair) -> bytes:
+def probe_key(pair: HostPair) -> bytes:
     """Return the key of the probes of this pair."""
     return hashlib.sha256(b"miraccl net probe\0" + pair.session.data_key).digest()
 
@@ -377,7 +377,7 @@ def usable_addresses(via: str, interfaces: Sequence[Interface] | None = None) ->
     return [address for interface in wanted or ranked[:1] for address in interface.addresses]
 
 
-def respond(pair: Pair, timeout: float) -> dict[str, Any]:
+def respond(pair: HostPair, timeout: float) -> dict[str, Any]:
     """Answer the probes of the other end until it is done; return what it found."""
     responder = Responder(probe_key(pair))
     try:
@@ -393,8 +393,8 @@ def respond(pair: Pair, timeout: float) -> dict[str, Any]:
 
 
 def run_probe(
-    pair: Pair, options: ProbeOptions, advance: Callable[[], None]
-) -> tuple[dict[str, Any], list[PathReport]]:
+    pair: HostPair, options: ProbeOptions, advance: Callable[[], None]
+) -> tuple[dict[str, Any], list[ProbedPath]]:
     """Probe the other end; return the result as JSON values, and the reports of its addresses."""
     pair.exchange(pair.host, "probe via")
     there = pair.exchange({}, "probe addresses")
@@ -419,7 +419,7 @@ def run_probe(
     return result, reports
 
 
-def measure_rate(pair: Pair, seconds: float) -> tuple[float, float]:
+def measure_rate(pair: HostPair, seconds: float) -> tuple[float, float]:
     """Return the rates from client to server and back in Gbit/s, by messages of 4 MiB."""
     if seconds <= 0:
         return 0.0, 0.0

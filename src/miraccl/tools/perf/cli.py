@@ -304,14 +304,14 @@ def _device_job(request: PerfRequest) -> Any:
     from miraccl.bootstrap.launch import detect_launch
     from miraccl.tools.perf import device_nccl
     from miraccl.tools.perf.device_measure import Cell
-    from miraccl.tools.perf.device_ranks import DeviceJob, check_memory, check_peer
+    from miraccl.tools.perf.device_ranks import DevicePerfJob, check_memory, check_peer
     from miraccl.tools.perf.measure import MeasureOptions
 
     o = request.options
     here = detect_launch(os.environ).local_nranks if request.joins_launcher else request.nranks
     if request.peer:
         check_peer(request.ordinals, here or request.nranks)
-    job = DeviceJob(
+    job = DevicePerfJob(
         cells=tuple(Cell(case=case, graph=o["graph"]) for case in request.cases),
         options=MeasureOptions(
             iters=o["iters"],

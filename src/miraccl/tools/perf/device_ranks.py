@@ -39,7 +39,7 @@ _WARM_UP_US = 300_000.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceJob:
+class DevicePerfJob:
     """Work of each rank.
 
     - ``ordinals``: GPUs, assigned in turn.
@@ -88,7 +88,7 @@ class DeviceInfo:
 
 
 def run_rank(
-    job: DeviceJob,
+    job: DevicePerfJob,
     environ: Mapping[str, str],
     wait_for_turn: Callable[[], None],
     report: Callable[[ResultLine], None],
@@ -115,7 +115,7 @@ def run_rank(
     return int(session.rank)
 
 
-def _measure(bench: Bench, job: DeviceJob, number: int, cell: Cell) -> ResultLine:
+def _measure(bench: Bench, job: DevicePerfJob, number: int, cell: Cell) -> ResultLine:
     try:
         rows, chosen = measure_cell(bench, cell)
     except (InvalidUsage, CellFailed) as error:
@@ -154,7 +154,7 @@ def _warm_up(bench: Bench) -> None:
     bench.barrier()
 
 
-def arena_bytes(job: DeviceJob) -> int:
+def arena_bytes(job: DevicePerfJob) -> int:
     """Return the bytes of buffers that the largest case needs, for all libraries."""
     largest = 0
     for cell in job.cells:
@@ -168,7 +168,9 @@ def arena_bytes(job: DeviceJob) -> int:
 
 
 @contextlib.contextmanager
-def open_bench(job: DeviceJob, session: Any, ordinal: int) -> Iterator[tuple[Bench, DeviceInfo]]:
+def open_bench(
+    job: DevicePerfJob, session: Any, ordinal: int
+) -> Iterator[tuple[Bench, DeviceInfo]]:
     """Open GPU, libraries and buffers of this rank; yield the bench and its properties.
 
     After a failure waiting kernels are aborted, and the process frees the rest on exit.
@@ -236,7 +238,7 @@ def open_bench(job: DeviceJob, session: Any, ordinal: int) -> Iterator[tuple[Ben
 
 
 def _open_miraccl(
-    job: DeviceJob,
+    job: DevicePerfJob,
     session: Any,
     ordinal: int,
     gpu_buffers: Any,
@@ -276,7 +278,7 @@ def _gpu_name(gpu: Any, ordinal: int) -> str:
 # ---------------------------------------------------------------------- main functions
 
 
-def process_main(context: RankContext, job: DeviceJob) -> None:
+def process_main(context: RankContext, job: DevicePerfJob) -> None:
     """Main function of a forked rank."""
     os.dup2(2, 1)  # standard output is the parent's table
 
@@ -295,7 +297,7 @@ def process_main(context: RankContext, job: DeviceJob) -> None:
     )
 
 
-def threads_main(context: RankContext, job: DeviceJob, nranks: int, timeout: float) -> None:
+def threads_main(context: RankContext, job: DevicePerfJob, nranks: int, timeout: float) -> None:
     """Main function of a process whose threads are the ranks; the first failing thread ends it."""
     os.dup2(2, 1)
     ended: clock.Queue[BaseException | None] = clock.simple_queue()
@@ -342,7 +344,7 @@ def _ignore(message: Any) -> None:
 class _NcclGroup(OwnGroup):
     """NCCL in separate processes; ``times`` by case as in ``peers.PeerGroup``."""
 
-    def __init__(self, job: DeviceJob, nranks: int) -> None:
+    def __init__(self, job: DevicePerfJob, nranks: int) -> None:
         self.times: dict[tuple[int, bool], float] = {}
         self.host_times: dict[tuple[int, bool], float | None] = {}
         self.done = 0
@@ -361,7 +363,7 @@ class _NcclGroup(OwnGroup):
 
 @contextlib.contextmanager
 def run_cells(
-    job: DeviceJob,
+    job: DevicePerfJob,
     nranks: int,
     timeout: float,
     on_info: Callable[[DeviceInfo], None] = lambda info: None,
@@ -452,7 +454,7 @@ def check_peer(ordinals: Sequence[int], nranks: int) -> None:
         raise InvalidUsage(text, hint="use as many GPUs as ranks, or no --compare")
 
 
-def check_memory(job: DeviceJob, nranks: int, gpu_bytes: int) -> None:
+def check_memory(job: DevicePerfJob, nranks: int, gpu_bytes: int) -> None:
     """Raise ``InvalidUsage`` for buffers that do not fit into a GPU of ``gpu_bytes``.
 
     - ``nranks``: ranks of this host, as far as they are known.

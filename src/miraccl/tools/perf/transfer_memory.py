@@ -30,7 +30,7 @@ class PerfMemory(Protocol):
         """Return the first bytes as a NumPy array."""
 
 
-class HostMemory:
+class HostBuffer:
     """CPU memory; ``array`` is flat, of bytes."""
 
     def __init__(self, array: Any) -> None:
@@ -46,7 +46,7 @@ class HostMemory:
         return self.array[:nbytes]
 
 
-class GpuMemory:
+class GpuBuffer:
     """Memory of a GPU. Raises ``MissingDependency`` without a driver, its package or the GPU."""
 
     def __init__(self, nbytes: int, ordinal: int) -> None:
@@ -86,5 +86,5 @@ def make_memory(agent: Any, nbytes: int, device: str, *, window: bool = False) -
         window: CPU memory that peers of the host map.
     """
     if device == "cpu":
-        return HostMemory(agent.empty(nbytes) if window else np.zeros(nbytes, np.uint8))
-    return GpuMemory(nbytes, int(device.partition(":")[2] or 0))
+        return HostBuffer(agent.empty(nbytes) if window else np.zeros(nbytes, np.uint8))
+    return GpuBuffer(nbytes, int(device.partition(":")[2] or 0))

@@ -32,7 +32,7 @@ _COLUMNS = f"{'bytes':>12} {'blocks':>7} {'us':>10} {'GB/s':>8} {'Gbit/s':>8}  {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TransferRow:
     """Result of one size; ``wrong`` is the number of wrong bytes, -1 if they were not compared.
 
     ``engine`` is miraccl or a peer; ``ratio`` of a peer its time over that of miraccl.
@@ -290,7 +290,7 @@ def _serve(host: str, port: int, secret: str, *, quiet: bool) -> None:
 # ---- client
 
 
-def _measure_all(agent: Agent, address: str, job: _Job, local: PerfMemory) -> list[Row]:
+def _measure_all(agent: Agent, address: str, job: _Job, local: PerfMemory) -> list[TransferRow]:
     peer = agent.connect(address)
     peer.notify(f"hello {agent.address}".encode())
     peer.notify(f"offer {json.dumps([job.most, job.window, job.device])}".encode())
@@ -299,7 +299,7 @@ def _measure_all(agent: Agent, address: str, job: _Job, local: PerfMemory) -> li
         raise TransferError(f"the server at {address} offers no memory", agent=peer.name)
     remote = RemoteMemory.decode(answer.data)
     local.store(pattern(job.most))
-    rows: list[Row] = []
+    rows: list[TransferRow] = []
     with contextlib.ExitStack() as undo:
         others = [
             undo.enter_context(PeerPair(name, python, method=peer.method, nbytes=job.most))
@@ -331,7 +331,7 @@ def _measure(
     size: int,
     count: int,
     others: list[PeerPair],
-) -> list[Row]:
+) -> list[TransferRow]:
     """Return the row of miraccl and those of the peers, measured in turns."""
     total = size * count
     part = replace(remote, nbytes=total, block_nbytes=size)
@@ -358,7 +358,7 @@ def _measure(
     wrong = _wrong_bytes(peer, part, local, blocks, size, job.device) if job.checks else -1
     common: dict[str, Any] = {"kind": job.kind, "nbytes": size, "blocks": count}
     rows = [
-        Row(
+        TransferRow(
             us=ours,
             method=plan.method,
             extents=plan.extents,
@@ -369,7 +369,7 @@ def _measure(
         )
     ]
     rows += [
-        Row(
+        TransferRow(
             engine=other.name,
             us=us,
             method="",
@@ -400,7 +400,7 @@ def _wrong_bytes(
     return int((back != here).sum())
 
 
-def _plot(rows: list[Row], path: str) -> None:
+def _plot(rows: list[TransferRow], path: str) -> None:
     figure = load_figure_class()(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     for engine, count in dict.fromkeys((row.engine, row.blocks) for row in rows):
