@@ -31,6 +31,12 @@ OP_POST_SEND: Final = 208
 OP_POST_RECV: Final = 216
 CONTEXT_ASYNC_FD: Final = 268
 CONTEXT_BYTES: Final = 328
+#: ``struct verbs_context`` lies before the context and grows towards lower addresses: the last word
+#: of ``ibv_context`` says that it is there, its size stands right before the context.
+CONTEXT_ABI: Final = 320
+CONTEXT_SIZE: Final = -8
+EXTENDED_ABI: Final = (1 << 64) - 1
+OP_ALLOC_NULL_MR: Final = -304
 #: Offsets in ``ibv_qp``, ``ibv_mr``, ``ibv_comp_channel``.
 QP_NUMBER: Final = 52
 MR_LKEY, MR_RKEY = 36, 40
@@ -332,6 +338,26 @@ class VerbsLibrary:
                     )
         return found
 
+    def null_mr_function(self, context: int) -> int:
+        """Return the address of ``ibv_alloc_null_mr`` of an opened device, 0 if it has none.
+
+        It is inline in verbs.h, and reads the table as ``verbs_get_ctx_op`` does.
+        """
+
+        def word(offset: int) -> int:
+            return int(c.c_uint64.from_address(context + offset).value)
+
+        if word(CONTEXT_ABI) != EXTENDED_ABI:
+            return 0
+        if word(CONTEXT_SIZE) < CONTEXT_BYTES - OP_ALLOC_NULL_MR:
+            return 0
+        address = word(OP_ALLOC_NULL_MR)
+        if self._check_operations:
+            file = _file_of(address)
+            if "rdmav" not in file and "libibverbs" not in file:
+                return 0
+        return address
+
 
 def _advice(name: str, code: int) -> str | None:
     """Return what a user can do about a failed call."""
@@ -390,6 +416,21 @@ def load_library() -> VerbsLibrary:
             function = functions[name] = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     return VerbsLibrary(functions)
+
+
+def has_data_direct(context: int, name: str) -> bool:
+    """Return True if an opened device of mlx5 writes to GPU memory by a data-direct function.
+
+    ``mlx5dv_get_data_direct_sysfs_path`` is of rdma-core 54 (NCCL ``ibvwrap.cc``).
+    """
+    if not name.startswith("mlx5"):
+        return False
+    try:
+        function = c.CDLL("libmlx5.so.1").mlx5dv_get_data_direct_sysfs_path
+    except (OSError, AttributeError):
+        return False
+    function.restype, function.argtypes = Int, (Pointer, Pointer, c.c_size_t)
+    return bool(function(context, c.create_string_buffer(4096), 4096) == 0)
 
 
 def word32(address: int) -> int:

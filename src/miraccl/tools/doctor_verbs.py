@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from miraccl import params
@@ -9,7 +10,7 @@ from miraccl.errors import MissingDependency
 from miraccl.native.verbs_abi import load_library
 from miraccl.tools.findings import Check, DoctorFinding
 from miraccl.topo.hca import read_hcas
-from miraccl.transport.hca_devices import hca_devices
+from miraccl.transport.hca_devices import HcaCapabilities, hca_devices
 from miraccl.transport.verbs_gpu_memory import GpuRegistration, decide, probe
 from miraccl.wire.verbs.flush import FlushFacts, FlushMethod, decide_flush
 
@@ -39,7 +40,8 @@ def check_flush(root: str | Path = "/") -> DoctorFinding | None:
     gpus = facts().gpus
     if not gpus or not read_hcas(root):
         return None
-    decisions = {gpu.ordinal: decide_flush(flush_facts(gpu.sm, root)) for gpu in gpus}
+    abilities = selected_capabilities(root)
+    decisions = {gpu.ordinal: decide_flush(flush_facts(gpu.sm, root, abilities)) for gpu in gpus}
     first = decisions[gpus[0].ordinal]
     texts = dict.fromkeys(
         f"{decision.method.value}: {decision.reason}" for decision in decisions.values()
@@ -50,14 +52,28 @@ def check_flush(root: str | Path = "/") -> DoctorFinding | None:
     return DoctorFinding(name="flush", status="ok", found="; ".join(texts), advice=advice)
 
 
-def flush_facts(sm: int, root: str | Path = "/") -> FlushFacts:
-    """Return what decides the flush for a GPU of compute capability ``sm`` on this host."""
+def selected_capabilities(root: str | Path = "/") -> list[HcaCapabilities]:
+    """Return the abilities of the devices that verbs would use."""
+    devices = hca_devices(root, load_library).devices
+    return [d.capabilities for d in devices if d.selected and d.capabilities]
+
+
+def flush_facts(
+    sm: int, root: str | Path = "/", abilities: Sequence[HcaCapabilities] = ()
+) -> FlushFacts:
+    """Return what decides the flush for a GPU of compute capability ``sm`` on this host.
+
+    Args:
+        abilities: Those of the devices in use; a method must be possible on all of them.
+    """
     return FlushFacts(
         memory="gpu",
         compute_capability=sm,
         forced=bool(params.NET_FORCE_FLUSH.read()),
         disabled=bool(params.GDR_FLUSH_DISABLE.read()),
         gdrcopy=(Path(root) / "dev/gdrdrv").exists(),
+        null_mr=bool(abilities) and all(each.null_mr for each in abilities),
+        data_direct=bool(abilities) and all(each.data_direct for each in abilities),
     )
 
 

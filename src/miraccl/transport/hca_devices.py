@@ -12,7 +12,7 @@ from typing import Any
 from miraccl import params
 from miraccl.errors import MiracclError, MissingDependency
 from miraccl.native import verbs_abi as abi
-from miraccl.native.verbs_abi import VerbsLibrary, load_library
+from miraccl.native.verbs_abi import VerbsLibrary, has_data_direct, load_library
 from miraccl.topo.hca import Gid, Hca, Port, read_hcas, select_ports
 from miraccl.transport.fifo import PrivateMemory
 from miraccl.transport.verbs_device import QpSettings, QueuePair, VerbsDevice
@@ -38,6 +38,8 @@ class HcaCapabilities:
         dma_buf: The library can register dma-buf descriptors of GPU memory.
         relaxed_ordering: Memory can be registered with relaxed ordering of PCI writes (probed).
         peer_memory: The kernel module nvidia_peermem is loaded.
+        null_mr: A registration that drops what is written to it can be made (probed).
+        data_direct: The device has a data-direct function beside its own (mlx5).
         max_qps, max_cqe, max_mrs: Limits of the device.
     """
 
@@ -45,6 +47,8 @@ class HcaCapabilities:
     dma_buf: bool
     relaxed_ordering: bool
     peer_memory: bool
+    null_mr: bool
+    data_direct: bool
     inline_bytes: int
     max_qps: int
     max_cqe: int
@@ -208,6 +212,8 @@ def _capabilities(library: VerbsLibrary, hca: Hca, port: Port) -> HcaCapabilitie
             dma_buf=library.has("ibv_reg_dmabuf_mr"),
             relaxed_ordering=device.accepts_relaxed_ordering(),
             peer_memory=Path("/sys/module/nvidia_peermem").exists(),
+            null_mr=_probe_null_mr(device),
+            data_direct=has_data_direct(device.context, hca.name),
             inline_bytes=_probe_inline(device),
             max_qps=limits.max_qp,
             max_cqe=limits.max_cqe,
@@ -225,6 +231,13 @@ def _probe_on_demand(device: VerbsDevice) -> bool:
         return False
     device.deregister(memory.address, abi.ACCESS_ON_DEMAND)
     return True
+
+
+def _probe_null_mr(device: VerbsDevice) -> bool:
+    made = device.make_null_registration()
+    if made:
+        device.library.call("ibv_dereg_mr", made)
+    return bool(made)
 
 
 def _probe_inline(device: VerbsDevice) -> int:

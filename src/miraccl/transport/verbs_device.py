@@ -169,6 +169,15 @@ class VerbsDevice:
             access | self.extra_access,
         )
 
+    def make_null_registration(self) -> int:
+        """Return an ``ibv_mr`` that drops what is written to it, 0 if the device has none; the
+        caller ends it by ``ibv_dereg_mr``.
+        """
+        function = self.library.null_mr_function(self.context)
+        if not function:
+            return 0
+        return ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(function)(self.pd) or 0
+
     def accepts_relaxed_ordering(self) -> bool:
         """Return True if a page can be registered with relaxed ordering."""
         page = PrivateMemory(PAGE_BYTES)

@@ -48,6 +48,7 @@ class FlushQueue:
     settings: QpSettings = field(default_factory=lambda: QpSettings(inline_bytes=0))
     queue: int = 0
     pair: QueuePair | None = None
+    null_mr: int = 0
 
     def open(self) -> None:
         """Make the queue pair and connect it to itself."""
@@ -57,6 +58,11 @@ class FlushQueue:
         try:
             self._words = PrivateMemory(PAGE_BYTES)
             self._key = device.register(self._words.address, PAGE_BYTES, abi.ACCESS_LOCAL_WRITE)[0]
+            self._local = (self._words.address, self._key)
+            if self.method is FlushMethod.ATOMIC:
+                self.null_mr = device.make_null_registration()
+            if self.null_mr:  # the old value of the word goes nowhere
+                self._local = (0, word32(self.null_mr + abi.MR_LKEY))
             self.queue = device.create_queue(2 * DEPTH)
             self.pair = QueuePair(
                 device=device,
@@ -100,9 +106,8 @@ class FlushQueue:
         wr = abi.SendWr(wr_id=address, num_sge=1, send_flags=abi.SEND_SIGNALED)
         last = (address + nbytes - ATOMIC_BYTES) & -ATOMIC_BYTES
         atomic = self.method is FlushMethod.ATOMIC and last >= address
-        sge = abi.Sge(
-            addr=self._words.address, length=ATOMIC_BYTES if atomic else 1, lkey=self._key
-        )
+        local, key = self._local if atomic else (self._words.address, self._key)
+        sge = abi.Sge(addr=local, length=ATOMIC_BYTES if atomic else 1, lkey=key)
         wr.sg_list = ctypes.addressof(sge)
         if atomic:
             # ibv_send_wr.wr.atomic: remote_addr, compare_add, swap, rkey
@@ -159,5 +164,8 @@ class FlushQueue:
         if self.queue:
             self.device.library.call("ibv_destroy_cq", self.queue)
             self.queue = 0
+        null_mr, self.null_mr = self.null_mr, 0
+        if null_mr:
+            self.device.library.call("ibv_dereg_mr", null_mr)
         if getattr(self, "_words", None) is not None:
             self.device.deregister(self._words.address, abi.ACCESS_LOCAL_WRITE)
