@@ -38,18 +38,24 @@ from numba import njit
 
 from miraccl import native
 from miraccl.native.intrinsics import (
+    SYS_FUTEX,
+    call4,
     exchange,
     libc_write,
     load,
+    load32,
     load_acquire,
     sched_yield,
     store,
     store_release,
     syscall,
 )
+from miraccl.native.sleep_words import DOORBELL, SLEEP
 from miraccl.native.verbs_abi import load_library
+from miraccl.proxy.kernels.progress_engine import DRIVE_HAND_OVER, DRIVE_POLL, DRIVE_POSTED
 from miraccl.proxy.verbs.engine import VerbsEngine
 from miraccl.proxy.verbs.packet_engine import VerbsDatagramEngine
+from miraccl.runtime.engine_state import DRIVING_SPINS, DRIVING_YIELDS
 from miraccl.topo.hca import read_hcas
 from miraccl.transport.base import DatagramOptions, Endpoint, Fifo, TransportContext
 from miraccl.transport.fifo import PrivateMemory, memory_at
@@ -58,7 +64,7 @@ from miraccl.transport.verbs_datagram import VerbsDatagramTransport
 from miraccl.transport.verbs_packets import PairKind
 
 TIMEOUT_S = 120.0
-SYS_NANOSLEEP = 101 if os.uname().machine == "aarch64" else 35
+FUTEX_WAIT = 0
 SERVER = "10.77.0.1"
 GID_INDEX = "1"
 
@@ -67,61 +73,74 @@ GID_INDEX = "1"
 
 
 @njit(nogil=True)
-def ring(doorbell, asleep, one):
+def publish(ctx, doorbell, asleep):
+    """Have the engine process what was published: advance it here, or wake its thread."""
+    drive = load(ctx)
+    if drive != 0 and call4(drive, load(ctx + 8), DRIVE_POSTED, 0, 0) != 0:
+        return
     if exchange(asleep, 0) != 0:
-        libc_write(doorbell, one, 8)
+        libc_write(doorbell, ctx + 24, 8)
 
 
 @njit(nogil=True)
-def rest(turns, pause):
-    """Give way; sleep 50 us after 20 turns, as a rank of a shared core does."""
-    if turns < 20:
-        sched_yield()
-    else:
-        syscall(SYS_NANOSLEEP, pause, 0, 0, 0, 0, 0)
-    return turns + 1
+def await_word(ctx, address, target):
+    """Wait as a rank does that shares its core (``executor.cpu.kernels.waiting``)."""
+    drive, turns = load(ctx), 0
+    while load_acquire(address) < target:
+        turns += 1
+        if turns > DRIVING_SPINS:
+            sched_yield()
+            store(ctx + 48, load(ctx + 48) + 1)
+        if drive != 0:
+            call4(drive, load(ctx + 8), DRIVE_POLL, 0, 0)
+        if turns > DRIVING_SPINS + load(ctx + 64):
+            if drive != 0:
+                call4(drive, load(ctx + 8), DRIVE_HAND_OVER, 0, 0)
+            control = load(ctx + 16)
+            value = load32(control + DOORBELL)
+            exchange(control + SLEEP, 1)
+            if load_acquire(address) < target:
+                store(ctx + 56, load(ctx + 56) + 1)
+                syscall(SYS_FUTEX, control + DOORBELL, FUTEX_WAIT, value, ctx + 32, 0, 0)
+            store(control + SLEEP, 0)
 
 
 @njit(nogil=True)
-def send_messages(descs, tail, doorbell, asleep, one, first, count, address, nbytes):
+def send_messages(ctx, descs, tail, doorbell, asleep, first, count, address, nbytes):
     """Post ``count`` messages at one address, at most eight at a time, and wait for their end."""
     for m in range(first, first + count):
-        turns = 0
-        while m - load_acquire(tail) >= 8:
-            turns = rest(turns, one + 64)
+        await_word(ctx, tail, m - 7)
         line = descs + (m & 7) * 64
         store(line + 8, m)
         store(line + 16, nbytes)
         store(line + 24, 3 if nbytes > 32 else 1)  # ADDRESS or INLINE
         store(line + 32, address)
         store_release(line, m + 1)
-        ring(doorbell, asleep, one)
-    turns = 0
-    while load_acquire(tail) < first + count:
-        turns = rest(turns, one + 64)
+        publish(ctx, doorbell, asleep)
+    await_word(ctx, tail, first + count)
     return 0
 
 
 @njit(nogil=True)
-def receive_messages(descs, cts, tail, doorbell, asleep, one, first, count, address, nbytes):
+def receive_messages(ctx, descs, cts, tail, doorbell, asleep, first, count, address, nbytes):
     """Receive ``count`` messages, each posted eight ahead; return how many signatures differ."""
     wrong, ahead = 0, first
     for m in range(first, first + count):
+        before = ahead
         while ahead < m + 8 and nbytes > 32:
             line = cts + (ahead & 7) * 64
             store(line + 8, address)
             store(line + 16, nbytes)
             store_release(line, ahead + 1)
             ahead += 1
-        ring(doorbell, asleep, one)
+        if ahead != before or m > first:
+            publish(ctx, doorbell, asleep)
         line = descs + (m & 7) * 64
-        turns = 0
-        while load_acquire(line) != m + 1:
-            turns = rest(turns, one + 64)
+        await_word(ctx, line, m + 1)
         if load(line + 8) != m:
             wrong += 1
         store_release(tail, m + 1)
-    ring(doorbell, asleep, one)
+    publish(ctx, doorbell, asleep)
     return wrong
 
 
@@ -133,10 +152,10 @@ class Peer:
     ) -> None:
         self.rank, self.control, self.nbytes = rank, control, nbytes
         self.memory = PrivateMemory(max(nbytes, 4096))
-        self.one = PrivateMemory(4096)
-        self.page = PrivateMemory(1 << 16)  # control page of an executor that never sleeps
-        memory_at(self.one.address, 8)[:] = (1).to_bytes(8, "little")
-        memory_at(self.one.address + 72, 8)[:] = (50_000).to_bytes(8, "little")  # ns of ``rest``
+        self.page = PrivateMemory(1 << 16)  # the executor's control page
+        # drive, its argument, control page, the number 1, timeout of a sleep (two words), counts of
+        # yields and sleeps, yields before a sleep
+        self.context = PrivateMemory(4096)
         library = load_library()
         ports = [(h, h.ports[0]) for h in read_hcas() if h.name == f"rxe{1 - rank}"]
         endpoints = [
@@ -169,9 +188,13 @@ class Peer:
         if kind is None:
             self.engine.add_region(self.memory.address, max(nbytes, 4096))
         self.counts = [0, 0]
+        drive, argument = self.engine.driver(overlap=False)
+        words = (drive, argument, self.page.address, 1, 0, 1_000_000, 0, 0, DRIVING_YIELDS)
+        for i, word in enumerate(words):
+            memory_at(self.context.address + 8 * i, 8)[:] = word.to_bytes(8, "little")
 
     def _open_engine(self) -> VerbsEngine:
-        self.engine = VerbsEngine(
+        self.engine: VerbsEngine | VerbsDatagramEngine = VerbsEngine(
             rank=self.rank,
             library=load_library(),
             wake=lambda _: None,
@@ -181,13 +204,35 @@ class Peer:
         return self.engine
 
     def _open_packet_engine(self) -> VerbsDatagramEngine:
-        return VerbsDatagramEngine(
+        self.engine = VerbsDatagramEngine(
             rank=self.rank,
             library=load_library(),
             wake=lambda _: None,
             on_lost=lambda peer, loss: print(f"rank {peer}: {loss}", file=sys.stderr),
             control=self.page.address,
         )
+        return self.engine
+
+    def profile(self) -> dict[str, int]:
+        """Return counts of the engine and the executor, and CPU time per thread in us."""
+        words = memory_at(self.context.address + 48, 16)
+        found = dict(self.engine.counters())
+        found |= {"yields": int.from_bytes(words[:8], "little")}
+        found |= {"futex sleeps": int.from_bytes(words[8:16], "little")}
+        for thread in sorted(os.listdir("/proc/self/task"), key=int):
+            with open(f"/proc/self/task/{thread}/stat") as file:
+                name, _, rest = file.read().partition("(")[2].rpartition(")")
+            fields = rest.split()
+            for label, at in (("user", 11), ("system", 12)):
+                found[f"{name} {label}"] = int(fields[at]) * 10_000
+            with open(f"/proc/self/task/{thread}/status") as file:
+                lines = [line.split() for line in file if "ctxt_switches" in line]
+            found[f"{name} switches"] = sum(int(line[1]) for line in lines)
+        with open("/proc/stat") as file:
+            total = [int(n) for n in file.readline().split()[1:]]
+        names = ("user", "nice", "system", "idle", "iowait", "irq", "softirq")
+        found |= {f"all {n}": 10_000 * v for n, v in zip(names, total, strict=False) if v}
+        return found
 
     def swap(self, blob: bytes) -> bytes:
         """Exchange small blobs with the other process; also a barrier."""
@@ -198,11 +243,11 @@ class Peer:
     def send(self, count: int) -> None:
         fifo: Fifo = self.pair.send
         send_messages(
+            self.context.address,
             fifo.descriptors,
             fifo.tail,
             fifo.doorbell,
             fifo.asleep,
-            self.one.address,
             self.counts[0],
             count,
             self.memory.address,
@@ -213,12 +258,12 @@ class Peer:
     def receive(self, count: int) -> None:
         fifo: Fifo = self.pair.recv
         wrong = receive_messages(
+            self.context.address,
             fifo.descriptors,
             fifo.cts,
             fifo.tail,
             fifo.doorbell,
             fifo.asleep,
-            self.one.address,
             self.counts[1],
             count,
             self.memory.address,
@@ -269,7 +314,11 @@ def ours(kind: str, qps: int, nbytes: int, counts: tuple[int, int], pair: PairKi
 def _serve(peer: Peer, kind: str, counts: tuple[int, int]) -> list[float]:
     action: Callable[[int], float] = peer.ping_pong if kind == "lat" else peer.stream
     action(max(1, counts[0] // 4))  # warm up
+    before = peer.profile()
     times = [action(count) for count in counts]
+    used = {name: n - before.get(name, 0) for name, n in peer.profile().items()}
+    per = ", ".join(f"{name} {n / sum(counts):.2f}" for name, n in used.items())
+    note(f"rank {peer.rank}, per message: {per}")
     peer.swap(b"")
     peer.transport.close()
     return times
@@ -329,8 +378,8 @@ def compile_loops() -> None:
     native.library(VerbsDatagramEngine.kernel)
     memory = PrivateMemory(4096)
     words = [memory.address + 64 * i for i in range(8)]
-    send_messages(words[0], words[1], 0, words[2], words[3], 0, 0, words[4], 8)
-    receive_messages(words[0], words[5], words[1], 0, words[2], words[3], 0, 0, words[4], 8)
+    send_messages(words[0], words[1], words[2], 0, words[3], 0, 0, words[4], 8)
+    receive_messages(words[0], words[1], words[5], words[2], 0, words[3], 0, 0, words[4], 8)
 
 
 def note(text: str) -> None:

@@ -1009,6 +1009,33 @@ IB_TC = declare(
     kind="count",
     nccl="IB_TC",
 )
+IB_FIFO_TC = declare(
+    "IB_FIFO_TC",
+    -1,
+    _parse_within(-1, 255),
+    "Traffic class of an own queue pair for clear-to-send and other control rows; -1 sends them "
+    "with the payloads. The same on all ranks.",
+    kind="count",
+    nccl="IB_FIFO_TC",
+)
+IB_ADAPTIVE_ROUTING = declare(
+    "IB_ADAPTIVE_ROUTING",
+    -1,
+    _parse_within(-2, 1),
+    "Adaptive routing, which reorders the packets of a queue pair: 1 on, 0 off, -1 on for "
+    "InfiniBand.",
+    kind="choice",
+    nccl="IB_ADAPTIVE_ROUTING",
+)
+IB_AR_THRESHOLD = declare(
+    "IB_AR_THRESHOLD",
+    8192,
+    _parse_within(0, 1 << 31),
+    "With adaptive routing, payloads of more bytes are followed by a request without bytes that "
+    "carries the immediate.",
+    kind="count",
+    nccl="IB_AR_THRESHOLD",
+)
 IB_SL = declare(
     "IB_SL",
     0,

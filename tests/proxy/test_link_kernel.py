@@ -138,7 +138,12 @@ def compare(config: rec.LinkConfig, events: Sequence[rec.Event]) -> None:
 
 
 def config_of(
-    nstreams: int, *, spread: bool = False, policy: int = SHARES, rails: int = 1
+    nstreams: int,
+    *,
+    spread: bool = False,
+    policy: int = SHARES,
+    rails: int = 1,
+    control: int = 0,
 ) -> rec.LinkConfig:
     return rec.LinkConfig(
         nstreams=nstreams,
@@ -148,6 +153,7 @@ def config_of(
         spread=spread,
         policy=policy,
         rails=rails,
+        control_streams=control,
     )
 
 
@@ -156,7 +162,14 @@ def test_random_traffic_gives_the_same_instructions(seed: int) -> None:
     draw = random.Random(seed)
     policy = (SHARES, SPLIT, ROTATE, PIECES)[seed % 4]
     rails = 1 + seed // 4 % 2
-    config = config_of(draw.choice((1, 2, 5)), spread=seed % 3 == 1, policy=policy, rails=rails)
+    control = seed // 8 % 3
+    config = config_of(
+        draw.choice((1, 2, 5)) + control,
+        spread=seed % 3 == 1,
+        policy=policy,
+        rails=rails,
+        control=control,
+    )
     sizes = [
         [
             draw.choice((0, 1, 32, 33, 5000, 65536, 65537, 131072, 400_000))

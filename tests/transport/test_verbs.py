@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import random
 import threading
@@ -10,13 +11,19 @@ import time
 import pytest
 
 from miraccl.errors import SystemFailure
+from miraccl.native import verbs_abi as abi
+from miraccl.proxy.kernels.progress_engine import DRIVE_POLL
 from miraccl.runtime.window import WindowAllocator
 from miraccl.sim.verbs_wire import Wire
 from miraccl.transport.fifo import Mode, PrivateMemory, memory_at
 from miraccl.transport.registry import VERBS
 from miraccl.transport.verbs import VerbsOptions
+from miraccl.transport.verbs_device import QpSettings
+from miraccl.transport.verbs_ports import options_from_environment
 from miraccl.wire.proxy_records import LossKind
+from miraccl.wire.stream import FrameType
 from miraccl.wire.verbs.policy import PIECES, ROTATE, SPLIT
+from miraccl.wire.verbs.rows import ROW_BYTES
 from tests.transport.conformance import TransportConformance, pattern
 from tests.transport.verbs_world import SLOT, build_verbs_world
 
@@ -50,6 +57,25 @@ class TestVerbsOneQueuePair(TransportConformance):
         return build_verbs_world(
             nranks, options=VerbsOptions(qps_per_connection=1, copy_bytes=0), spin_ns=20_000
         )
+
+
+@contextlib.contextmanager
+def held(engine):
+    """Keep the engine's thread from moving anything."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def wait():
+        entered.set()
+        leave.wait(10)
+
+    caller = threading.Thread(target=lambda: engine._call(wait))
+    caller.start()
+    entered.wait(10)
+    try:
+        yield
+    finally:
+        leave.set()
+        caller.join()
 
 
 @pytest.fixture
@@ -94,6 +120,108 @@ def test_large_messages_over_all_paths(make, policy, devices):
     world.verbs.wire.on_deliver = lambda pair, request: used.add(pair.number)
     transfer(world, (1 << 20) + 77, count=3)
     assert len(used) >= 2 * max(devices)
+
+
+def test_control_rows_have_a_traffic_class_of_their_own(make):
+    """With ``NCCL_IB_FIFO_TC`` a CTS never waits behind payload (nccl PR#1194)."""
+    options = VerbsOptions(qps_per_connection=2, control_class=96, qp=QpSettings(traffic_class=32))
+    world = make(options=options)
+    requests = {32: [], 96: []}
+    world.verbs.wire.on_deliver = lambda pair, request: requests[pair.traffic_class].append(request)
+    transfer(world, 1 << 18, count=3)
+    assert sum(request.nbytes for request in requests[32]) >= 3 << 18
+    assert {request.nbytes for request in requests[96]} == {ROW_BYTES}
+    clear = sum(request.data[2] == FrameType.CTS for request in requests[96])
+    assert clear == 3
+
+
+def test_control_rows_survive_their_queue_pair(make):
+    world = make(options=VerbsOptions(qps_per_connection=1, control_class=96))
+    transfer(world, 1 << 18)
+    world.verbs.wire.cut(pairs_of(world, 1)[1])
+    transfer(world, 1 << 18, count=3, seed=5)
+    assert world.losses == {0: [], 1: []}
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_adaptive_routing_leaves_the_immediate_alone(make, inline):
+    """The rule of NCCL above ``IB_AR_THRESHOLD``, for payloads of more than 8 KiB."""
+    world = make(options=VerbsOptions(qps_per_connection=1, adaptive=1), inline=inline)
+    sent = []
+    world.verbs.wire.on_deliver = lambda pair, request: sent.append(request)
+    transfer(world, 1 << 18)
+    payload = [request.nbytes for request in sent].index(1 << 18)
+    chain = [(request.opcode, request.nbytes) for request in sent[payload : payload + 3]]
+    assert chain == [
+        (abi.WR_RDMA_WRITE, 1 << 18),
+        (abi.WR_RDMA_WRITE, ROW_BYTES),
+        (abi.WR_RDMA_WRITE_WITH_IMM, 0),
+    ]
+    sent.clear()
+    way = world.only_way(0, 1)
+    way.post(pattern(8192))
+    assert way.take()[0] == pattern(8192)
+    assert all(r.nbytes for r in sent if r.opcode == abi.WR_RDMA_WRITE_WITH_IMM)
+
+
+@pytest.mark.parametrize(
+    ("kind", "adaptive", "apart"), [("ib", -1, True), ("roce", -1, False), ("roce", 1, True)]
+)
+def test_adaptive_routing_is_expected_of_infiniband(kind, adaptive, apart):
+    options = VerbsOptions(adaptive=adaptive, adaptive_bytes=100)
+    assert (options.apart_bytes(kind) == 100) == apart
+
+
+def test_settings_of_nccl_are_read():
+    environ = {
+        "NCCL_IB_FIFO_TC": "96",
+        "NCCL_IB_AR_THRESHOLD": "1",
+        "NCCL_IB_ADAPTIVE_ROUTING": "1",
+    }
+    options = options_from_environment(environ)
+    assert (options.control_class, options.adaptive_bytes, options.adaptive) == (96, 1, 1)
+    assert options.control_pairs == 1
+
+
+# --- driving
+
+
+def test_messages_posted_together_are_posted_by_few_calls(make):
+    """The posts of eight messages that wait for credit cost one call, not one each."""
+    world = make(options=VerbsOptions(qps_per_connection=1))
+    way = world.way(0, 1)
+    for i in range(8):
+        way.post(pattern(100, i))
+    for i in range(8):
+        assert way.take()[0] == pattern(100, i)
+    before = world.engines[0].counters()
+    with held(world.engines[0]):
+        for i in range(8):
+            way.post(pattern(100, i))
+    for i in range(8):
+        assert way.take()[0] == pattern(100, i)
+    after = world.engines[0].counters()
+    assert after["requests"] - before["requests"] >= 16
+    assert after["posts"] - before["posts"] < 8
+
+
+def test_executor_drives_the_connections(make):
+    """``drive`` posts and polls in the caller's thread, beside the engine's."""
+    world = make(options=VerbsOptions(qps_per_connection=1))
+    ways = world.way(0, 1), world.way(1, 0)
+    call = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)
+    drives = [world.engines[rank].driver(overlap=False) for rank in (0, 1)]
+    for i in range(50):
+        way = ways[i % 2]
+        assert way.send.post(pattern(3000, i), signature=i)
+        deadline = time.monotonic() + 10
+        while not way.recv.peek():
+            for function, argument in drives:
+                call(function)(argument, DRIVE_POLL, 0, 0)
+            assert time.monotonic() < deadline
+        assert way.take()[0] == pattern(3000, i)
+    assert all(world.engines[rank].counters()["driven"] > 0 for rank in (0, 1))
+    assert world.losses == {0: [], 1: []}
 
 
 def test_registrations_of_single_messages_end_with_them(make):

@@ -322,13 +322,15 @@ SIZES = st.lists(
 @given(
     sizes=st.tuples(SIZES, SIZES),
     nstreams=st.integers(1, 3),
+    control=st.integers(0, 2),
     extra=st.sets(st.integers(0, 13)),
     rates=st.lists(st.sampled_from([0, 1, 1000]), min_size=3, max_size=3),
     rng=st.randoms(use_true_random=False),
 )
-def test_all_messages_arrive_in_any_order_of_events(sizes, nstreams, extra, rates, rng):
+def test_all_messages_arrive_in_any_order_of_events(sizes, nstreams, control, extra, rates, rng):
     config = rec.LinkConfig(
-        nstreams=nstreams,
+        nstreams=nstreams + control,
+        control_streams=control,
         rails=nstreams,
         send_slot_bytes=SLOT,
         recv_slot_bytes=SLOT,
@@ -622,7 +624,13 @@ def test_validate_state_notices_a_broken_link():
 
 
 @pytest.mark.parametrize(
-    "numbers", [{"nstreams": 0}, {"nstreams": 65}, {"nstreams": 1, "segment_bytes": 4096}]
+    "numbers",
+    [
+        {"nstreams": 0},
+        {"nstreams": 65},
+        {"nstreams": 1, "segment_bytes": 4096},
+        {"nstreams": 2, "control_streams": 2},
+    ],
 )
 def test_config_refuses_what_cannot_work(numbers):
     with pytest.raises(ValueError, match=r"streams|segments"):

@@ -137,6 +137,8 @@ def write_link(address: int, config: LinkConfig) -> None:
         (layout.LINK_SPREAD, int(config.spread)),
         (layout.LINK_POLICY, config.policy),
         (layout.LINK_RAILS, config.rails),
+        (layout.LINK_DATA_STREAMS, config.data_streams),
+        (layout.LINK_CONTROL_STREAM, config.data_streams if config.control_streams else 0),
     ):
         memory_at(address + offset, 8)[:] = value.to_bytes(8, "little", signed=True)
     for i in range(config.nstreams):

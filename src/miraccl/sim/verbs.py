@@ -33,6 +33,7 @@ class SimulatedVerbs:
         names: Names of the devices, each with one active RoCE port.
         inline: True if work requests can carry their data.
         register_limit: Bytes that may be registered, -1 for any number.
+        null_mr: True if the devices have memory regions that drop what is written to them.
         wire: Faults and orders; the default has none.
     """
 
@@ -43,10 +44,11 @@ class SimulatedVerbs:
         wire: Wire | None = None,
         inline: bool = True,
         register_limit: int = -1,
+        null_mr: bool = False,
     ) -> None:
         self.wire = wire or Wire()
         self.names = list(names)
-        self.inline, self.register_limit = inline, register_limit
+        self.inline, self.register_limit, self.null_mr = inline, register_limit, null_mr
         self.registered = self.registrations = 0
         self._numbers = itertools.count(0x100)
         self._keys = itertools.count(0x1000, 0x11)
@@ -79,9 +81,10 @@ class SimulatedVerbs:
 
     # --- objects in memory
 
-    def _allocate(self, nbytes: int, made: Any) -> int:
-        buffer = ctypes.create_string_buffer(nbytes)
-        address = ctypes.addressof(buffer)
+    def _allocate(self, nbytes: int, made: Any, *, before: int = 0) -> int:
+        """Return the address of a structure, which may have ``before`` bytes in front of it."""
+        buffer = ctypes.create_string_buffer(before + nbytes)
+        address = ctypes.addressof(buffer) + before
         self._buffers[address], self._objects[address] = buffer, made
         return address
 
@@ -140,6 +143,7 @@ class SimulatedVerbs:
             "req_notify_cq": ctypes.CFUNCTYPE(_I32, _I64, _I64)(self._req_notify_cq),
             "post_send": three(self._post_send),
             "post_recv": three(self._post_recv),
+            "alloc_null_mr": ctypes.CFUNCTYPE(_I64, _I64)(self._alloc_null_mr),
         }
 
     def _get_device_list(self, count: int) -> int:
@@ -151,12 +155,17 @@ class SimulatedVerbs:
 
     def _open_device(self, device: int) -> int:
         name = self._devices[device]
-        context = self._allocate(abi.CONTEXT_BYTES, name)
+        before = -abi.OP_ALLOC_NULL_MR
+        context = self._allocate(abi.CONTEXT_BYTES, name, before=before)
+        if self.null_mr:
+            self._put(context + abi.CONTEXT_ABI, abi.EXTENDED_ABI, ctypes.c_uint64)
+            self._put(context + abi.CONTEXT_SIZE, before + abi.CONTEXT_BYTES, ctypes.c_uint64)
         operations = {
             abi.OP_POLL_CQ: "poll_cq",
             abi.OP_REQ_NOTIFY_CQ: "req_notify_cq",
             abi.OP_POST_SEND: "post_send",
             abi.OP_POST_RECV: "post_recv",
+            abi.OP_ALLOC_NULL_MR: "alloc_null_mr",
         }
         for offset, function in operations.items():
             address = ctypes.cast(self._callbacks[function], _P).value or 0
@@ -230,10 +239,24 @@ class SimulatedVerbs:
             return 0
         return self._reg_mr(pd, iova, nbytes, access)
 
+    def _alloc_null_mr(self, pd: int) -> int:
+        with self.wire.lock:
+            key = next(self._keys)
+            self.wire.regions[key] = Region(
+                device=self._object(pd),
+                address=0,
+                nbytes=1 << 62,
+                access=abi.ACCESS_LOCAL_WRITE,
+                null=True,
+            )
+            mr = self._allocate(64, key)
+            self._put(mr + abi.MR_LKEY, key)
+            return mr
+
     def _dereg_mr(self, mr: int) -> int:
         with self.wire.lock:
             region = self.wire.regions.pop(self._free(mr))
-            self.registered -= region.nbytes
+            self.registered -= 0 if region.null else region.nbytes
         return 0
 
     def _create_qp(self, pd: int, init: int) -> int:
@@ -261,6 +284,8 @@ class SimulatedVerbs:
         with self.wire.lock:
             if mask & abi.ATTR_DEST_QPN:
                 pair.peer = record.dest_qp_num
+            if mask & abi.ATTR_AV:
+                pair.traffic_class = record.ah.grh.traffic_class
             if mask & abi.ATTR_QKEY:
                 pair.qkey = record.qkey
             return self.wire.set_state(pair, record.qp_state)

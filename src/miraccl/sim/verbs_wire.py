@@ -92,12 +92,13 @@ class Queue:
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """Registered memory."""
+    """Registered memory; ``null``: what is written to it is dropped."""
 
     device: str
     address: int
     nbytes: int
     access: int
+    null: bool = False
 
     def allows(self, device: str, address: int, nbytes: int, access: int) -> bool:
         inside = self.address <= address and address + nbytes <= self.address + self.nbytes
@@ -145,6 +146,7 @@ class Pair:
     Attributes:
         queue, recv_queue: Completion queues of its sends and of its receives.
         qkey: Key that UD packets to it must carry.
+        traffic_class: Class of its RoCE packets, once it is connected.
         receives: (work request number, buffers) of posted receives.
     """
 
@@ -156,6 +158,7 @@ class Pair:
     recv_depth: int
     kind: int = abi.QPT_RC
     qkey: int = 0
+    traffic_class: int = 0
     state: int = abi.QPS_RESET
     peer: int = 0
     sends: deque[Request] = field(default_factory=deque)
@@ -551,7 +554,8 @@ class Wire:
         target = self.regions.get(lkey)
         if target is None or not target.allows(pair.device, local, length, abi.ACCESS_LOCAL_WRITE):
             return STATUS_LOCAL_PROTECTION
-        ctypes.memmove(local, request.remote, length)
+        if not target.null:
+            ctypes.memmove(local, request.remote, length)
         if atomic:
             word = ctypes.c_uint64.from_address(request.remote)
             word.value = word.value + request.addend & (1 << 64) - 1

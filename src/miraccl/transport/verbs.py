@@ -14,7 +14,7 @@ polls. Rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from miraccl import clock
@@ -70,6 +70,11 @@ class VerbsOptions:
         gid: Restrictions on addresses.
         copy_bytes: Payloads in the caller's memory up to this size are copied to a slot; larger
             ones are registered for the transfer.
+        control_class: Traffic class of an own queue pair for CTS and other frames without payload;
+            -1: they share queue pairs and class with payloads.
+        adaptive: The network may reorder the packets of a queue pair: 0 no, 1 yes, -1 if it is
+            InfiniBand, as NCCL assumes.
+        adaptive_bytes: Payloads of more bytes leave the immediate to a request of its own then.
     """
 
     qps_per_connection: int = 2
@@ -78,12 +83,35 @@ class VerbsOptions:
     gid: GidWish = field(default_factory=GidWish)
     qp: QpSettings = field(default_factory=QpSettings)
     copy_bytes: int = 1 << 15
+    control_class: int = -1
+    adaptive: int = -1
+    adaptive_bytes: int = 8192
 
     def __post_init__(self) -> None:
         if not 1 <= self.qps_per_connection <= MAX_STREAMS:
             raise ValueError(
                 f"cannot use {self.qps_per_connection} queue pairs: allowed are 1 to {MAX_STREAMS}"
             )
+
+    @property
+    def control_pairs(self) -> int:
+        """Number of queue pairs per connection for frames without payload."""
+        return int(self.control_class not in (-1, self.qp.traffic_class))
+
+    def apart_bytes(self, kind: str) -> int:
+        """Return the size of a payload above which the immediate has a request of its own.
+
+        Args:
+            kind: Kind of the port, as ``Port.kind``.
+        """
+        adaptive = kind == "ib" if self.adaptive < 0 else self.adaptive > 0
+        return self.adaptive_bytes if adaptive else 1 << 62
+
+    def pair_settings(self, index: int, count: int) -> QpSettings:
+        """Return the settings of queue pair ``index`` of ``count``."""
+        if index < count - self.control_pairs:
+            return self.qp
+        return replace(self.qp, traffic_class=self.control_class)
 
 
 class ConnectionMemory:
@@ -259,7 +287,8 @@ class VerbsTransport(Transport):
         assert self._engine is not None
         devices = self._devices
         count = self.options.qps_per_connection * min(max(len(devices), peer_devices), MAX_DEVICES)
-        count = min(count, MAX_STREAMS)
+        extra = self.options.control_pairs
+        count = min(count, MAX_STREAMS - extra) + extra
         memory = ConnectionMemory(self.slot_bytes, count)
         queues = [
             device.create_queue(pairs * (SEND_DEPTH + RECV_DEPTH)) if pairs else 0
@@ -295,7 +324,7 @@ class VerbsTransport(Transport):
                 queue=queues[i % len(devices)],
                 send_depth=SEND_DEPTH,
                 recv_depth=RECV_DEPTH,
-                settings=self.options.qp,
+                settings=self.options.pair_settings(i, count),
                 psn=int.from_bytes(clock.random_bytes(3), "little"),
             )
             conn.qps.append(qp)
@@ -334,7 +363,8 @@ class VerbsTransport(Transport):
                 f"{len(conn.qps)} here",
                 rank=self.rank,
                 peer=rank,
-                hint="MIRACCL_IB_QPS_PER_CONNECTION must be the same on all ranks",
+                hint="MIRACCL_IB_QPS_PER_CONNECTION and MIRACCL_IB_FIFO_TC must be the same on all "
+                "ranks",
             )
         conn.remote, conn.peer_slot_bytes = remote, info.slot_bytes
         for i, (qp, (number, psn)) in enumerate(zip(conn.qps, remote.qps, strict=True)):

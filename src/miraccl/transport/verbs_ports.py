@@ -75,6 +75,9 @@ def options_from_environment(environ: Mapping[str, str] | None = None) -> VerbsO
             family=params.IB_ADDR_FAMILY.read(environ),
             range=params.IB_ADDR_RANGE.read(environ),
         ),
+        control_class=params.IB_FIFO_TC.read(environ),
+        adaptive=params.IB_ADAPTIVE_ROUTING.read(environ),
+        adaptive_bytes=params.IB_AR_THRESHOLD.read(environ),
         qp=QpSettings(
             timeout=params.IB_TIMEOUT.read(environ),
             retry_count=params.IB_RETRY_CNT.read(environ),

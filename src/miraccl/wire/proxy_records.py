@@ -28,6 +28,8 @@ class LinkConfig:
             one: on datagrams each stream has one frame in flight.
         policy: Distribution of larger messages: ``SHARES`` gives a share per stream to whichever
             has the least queued; others are those of ``wire.verbs.policy``.
+        control_streams: Last streams, which carry all frames without payload and no others; with 0
+            all streams carry both.
         rails: Networks that the streams use. With several, segments are as small as they may be,
             and each goes to the stream that is expected to end first (``StreamMeasured``): a slow
             network gets fewer bytes, and all end together.
@@ -43,11 +45,21 @@ class LinkConfig:
     queue_frames: int = 32
     spread: bool = False
     policy: int = SHARES
+    control_streams: int = 0
     rails: int = 1
+
+    @property
+    def data_streams(self) -> int:
+        """Number of the streams that carry payload; they are the first ones."""
+        return self.nstreams - self.control_streams
 
     def __post_init__(self) -> None:
         if not 1 <= self.nstreams <= MAX_STREAMS:
             raise ValueError(f"cannot use {self.nstreams} streams: allowed are 1 to {MAX_STREAMS}")
+        if not 0 <= self.control_streams < self.nstreams:
+            raise ValueError(
+                f"cannot use {self.control_streams} of {self.nstreams} streams for control frames"
+            )
         if self.segment_bytes < MIN_SEGMENT_BYTES:
             raise ValueError(
                 f"cannot use segments of {self.segment_bytes} bytes: allowed are "

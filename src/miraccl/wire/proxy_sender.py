@@ -214,15 +214,21 @@ class SendHalf:
         )
 
     def _least_loaded(self) -> int:
-        if self.config.spread:
-            return min(range(self.config.nstreams), key=self._load)
-        return min(range(self.config.nstreams), key=self._queued_bytes.__getitem__)
+        """Return the stream for a piece of data with the least queued."""
+        streams = range(self.config.data_streams)
+        key = self._load if self.config.spread else self._queued_bytes.__getitem__
+        return min(streams, key=key)
+
+    def _control_stream(self) -> int:
+        if not self.config.control_streams:
+            return self._least_loaded()
+        return min(range(self.config.data_streams, self.config.nstreams), key=self._load)
 
     def _load(self, stream: int) -> int:
         return self._queued_bytes[stream] + FRAME_COST * len(self._queued[stream])
 
     def _send_control(self, ack: int) -> bool:
-        stream = self._least_loaded()
+        stream = self._control_stream()
         if len(self._queued[stream]) >= 2 * self.config.queue_frames:
             return False
         kind, message, signature, nbytes = self._control.popleft()
@@ -234,12 +240,12 @@ class SendHalf:
         record = self._messages[message]
         left = record.nbytes - record.queued
         small = record.nbytes <= MIN_SEGMENT_BYTES
-        first = (small and not self.config.spread) or self.config.nstreams == 1
+        first = (small and not self.config.spread) or self.config.data_streams == 1
         stream = 0 if first else self._least_loaded()
         length = left if small else min(left, self._segment_bytes(record.nbytes))
         if not small and self.config.policy != SHARES:
             stream, length = self._piece(message, record, left)
-        elif not small and self.config.rails > 1 and all(self._rate):
+        elif not small and self.config.rails > 1 and all(self._rate[: self.config.data_streams]):
             stream = self._earliest(length)
         if stream < 0 or not self._has_capacity(stream):
             return False
@@ -267,9 +273,10 @@ class SendHalf:
         Returns -1 to wait for another stream, which is at work and will end sooner, if this one
         would end after all streams together have sent what is left.
         """
-        loads = [q + b for q, b in zip(self._queued_bytes, self._backlog, strict=True)]
+        count = self.config.data_streams
+        loads = [q + b for q, b in zip(self._queued_bytes, self._backlog, strict=True)][:count]
         first, best = -1, -1
-        for stream in range(self.config.nstreams):
+        for stream in range(count):
             if first < 0 or self._ends_before(loads, length, stream, first):
                 first = stream
             if self._has_capacity(stream) and (
@@ -280,14 +287,14 @@ class SendHalf:
             return best
         left = sum(self._messages[m].nbytes - self._messages[m].queued for m in self._to_send)
         together = (min(left, MAX_LEFT_BYTES) + sum(loads)) * self._rate[best]
-        return best if (loads[best] + length) * sum(self._rate) <= together else -1
+        return best if (loads[best] + length) * sum(self._rate[:count]) <= together else -1
 
     def _ends_before(self, loads: list[int], length: int, a: int, b: int) -> bool:
         return (loads[a] + length) * self._rate[b] < (loads[b] + length) * self._rate[a]
 
     def _piece(self, message: int, record: OutgoingMessage, left: int) -> tuple[int, int]:
         """Return stream and size of the next piece of a message, by the policy."""
-        policy, nstreams = self.config.policy, self.config.nstreams
+        policy, nstreams = self.config.policy, self.config.data_streams
         piece = piece_bytes(
             policy, record.nbytes, nstreams, MIN_SEGMENT_BYTES, self.config.segment_bytes
         )
@@ -298,7 +305,7 @@ class SendHalf:
         """Return an equal share per stream, between the smallest and largest segment, in whole
         pages; smaller shares over several networks.
         """
-        shares = self.config.nstreams if self.config.rails == 1 else RAIL_SEGMENTS
+        shares = self.config.data_streams if self.config.rails == 1 else RAIL_SEGMENTS
         share = -(-nbytes // shares)
         return min(self.config.segment_bytes, max(MIN_SEGMENT_BYTES, -(-share // 4096) * 4096))
 

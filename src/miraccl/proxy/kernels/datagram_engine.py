@@ -2,6 +2,9 @@
 
 Like ``progress_engine``, with flows over shared UDP sockets instead of TCP streams: it receives,
 scans the FIFOs, handles timers and sends, and sleeps until a socket, the doorbell or a timer.
+
+Over queue pairs an executor that waits advances the flows itself (``drive``), as with TCP; with
+sockets it would need epoll as well.
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ from miraccl.native.intrinsics import (
     inline,
     load,
     load32,
+    load_acquire,
     memcpy,
     pause,
     sched_yield,
     store,
     store8,
+    store_release,
     syscall,
 )
 from miraccl.proxy.kernels import flow_layout
@@ -49,12 +54,17 @@ from miraccl.proxy.kernels.packet_queues import (
 )
 from miraccl.proxy.kernels.progress_engine import (
     DOORBELL_DATA,
+    DRIVE_HAND_OVER,
     EVENT_BYTES,
     EVENT_DATA,
     SYS_READ,
+    acquire,
     close_link,
+    doze,
     link_at,
     needs_python,
+    release,
+    ring,
     wake_executor,
 )
 from miraccl.wire.datagram.control import CONTROLLERS
@@ -78,7 +88,7 @@ def poll(engine: int, port: int, nanoseconds: int) -> int:
     most = layout.MAX_EVENTS * 12 // EVENT_BYTES
     timeout = 0
     if nanoseconds >= 0:
-        timeout = port + flow_layout.PORT_TIMEOUT
+        timeout = engine + layout.ENGINE_DOZE  # of the thread, also without the lock
         store(timeout, nanoseconds // 1000000000)
         store(timeout + 8, nanoseconds % 1000000000)
     count = syscall(
@@ -195,32 +205,52 @@ def drain_queues(port: int, unused: int) -> int:
     return 0
 
 
+@inline
+def advance_port(engine: int, port: int) -> bool:
+    """Receive, and advance every link; return True if anything moved."""
+    busy = receive_sockets(port)
+    if receive_queues(port):
+        busy = True
+    if load(port + flow_layout.PORT_BUDGET) != 0:
+        issue_grants(engine, port, now_ns(port))
+    if advance_links(engine, port):
+        busy = True
+    return busy
+
+
 def run(engine: int, unused: int) -> int:
-    """Advance all links until Python is needed."""
+    """Advance all links until Python is needed; called and left with the lock held."""
     port, idle_since = load(engine + layout.ENGINE_PORT), 0
+    driven = load_acquire(engine + layout.ENGINE_DRIVEN)
     while True:
         store(engine + layout.ENGINE_ROUNDS, load(engine + layout.ENGINE_ROUNDS) + 1)
-        busy = receive_sockets(port)
-        if receive_queues(port):
-            busy = True
-        if load(port + flow_layout.PORT_BUDGET) != 0:
-            issue_grants(engine, port, now_ns(port))
-        if advance_links(engine, port):
-            busy = True
+        busy = advance_port(engine, port)
         wake_executor(engine)
         if needs_python(engine) or queues_failed(port):
             return 0
-        if busy or poll(engine, port, 0) > 0:
+        # Completion queues are polled themselves.
+        if load(port + flow_layout.PORT_NSOCKETS) != 0 and poll(engine, port, 0) > 0:
+            busy = True
+        release(engine)
+        rounds = load_acquire(engine + layout.ENGINE_DRIVEN)
+        if rounds != driven:
+            driven = rounds
+            doze(engine)
+            acquire(engine)
             idle_since = 0
-            if busy:
-                poll(engine, port, 0)
+        elif busy:
+            acquire(engine)
+            idle_since = 0
         else:
+            acquire(engine)
             now = now_ns(port)
             if idle_since == 0:
                 idle_since = now
             if now - idle_since < load(engine + layout.ENGINE_SPIN_NS):
+                release(engine)
                 pause()
                 sched_yield()
+                acquire(engine)
             else:
                 sleep(engine, port)
                 idle_since = 0
@@ -228,7 +258,9 @@ def run(engine: int, unused: int) -> int:
 
 @inline
 def sleep(engine: int, port: int) -> None:
-    """Sleep until a socket, the doorbell or a timer, unless a last scan finds something."""
+    """Sleep until a socket, the doorbell or a timer, unless a last scan finds something; called and
+    left with the lock held.
+    """
     asleep = load(engine + layout.ENGINE_ASLEEP)
     exchange(asleep, 1)
     found = needs_python(engine)
@@ -243,8 +275,38 @@ def sleep(engine: int, port: int) -> None:
     if not found:
         timeout = next_timer(engine, port, now_ns(port))
         if timeout != 0:
+            release(engine)
             poll(engine, port, timeout)
+            acquire(engine)
     exchange(asleep, 0)
+
+
+def drive(engine: int, mode: int, unused: int, unused2: int) -> int:
+    """Advance the links in an executor's thread; return 1 unless another thread has them.
+
+    ``mode``: as of ``progress_engine.drive``.
+    """
+    if mode == DRIVE_HAND_OVER:
+        exchange(engine + layout.ENGINE_HANDOVER, 1)
+        if load_acquire(engine + layout.ENGINE_DOZING) != 0:
+            ring(engine)
+        return 1
+    if exchange(engine + layout.ENGINE_LOCK, 1) != 0:
+        return 0
+    port, driven = load(engine + layout.ENGINE_PORT), engine + layout.ENGINE_DRIVEN
+    store_release(driven, load(driven) + 1)
+    more = advance_port(engine, port)
+    store(engine + layout.ENGINE_DIRTY, 0)  # the executor is awake
+    calls_python = needs_python(engine) or queues_failed(port)
+    asleep = load_acquire(load(engine + layout.ENGINE_ASLEEP)) != 0
+    dozing = load_acquire(engine + layout.ENGINE_DOZING) != 0
+    # A thread that sleeps in epoll does not know of timers that this round has set.
+    if asleep and not dozing and not more:
+        more = next_timer(engine, port, now_ns(port)) >= 0
+    release(engine)
+    if asleep and (calls_python or (more and not dozing)):
+        ring(engine)
+    return 1
 
 
 def abort_flow(flow: int, text: int, length: int) -> int:
@@ -267,6 +329,7 @@ def abort_flow(flow: int, text: int, length: int) -> int:
 
 EXPORTS: dict[str, Any] = {
     "run": run,
+    "drive": drive,
     "close_link": close_link,
     "abort_flow": abort_flow,
     "aes_block": aes_block,

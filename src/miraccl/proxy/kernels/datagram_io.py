@@ -32,9 +32,10 @@ from miraccl.proxy.kernels.flow_receive import KIND_DATA, KIND_HEADED, note_chan
 from miraccl.proxy.kernels.flow_send import FRAME_BYTES, head_of, next_packet
 from miraccl.proxy.kernels.link_io import EINTR, SYS_RECVMSG, SYS_SENDMSG, last_errno
 from miraccl.proxy.kernels.packet_queues import (
+    append_packet,
     device_at,
     poll_cq,
-    post_packet,
+    post_packets,
     received_bytes,
     received_packet,
     repost,
@@ -339,16 +340,17 @@ def post_group(port: int, path: int, index: int) -> int:
     """Post the packets of a path's group on its queue pair; return 0 or an errno."""
     group, vectors = group_of(port, index), vectors_of(port, index)
     count, errno = load(group + layout.GROUP_COUNT), 0
+    pair, address = load(path + layout.PATH_PAIR), path + layout.PATH_ADDRESS
     for i in range(count):
         first = load(group + layout.GROUP_FIRST + 8 * i)
         stop = load(group + layout.GROUP_VECTORS)
         if i + 1 < count:
             stop = load(group + layout.GROUP_FIRST + 8 * (i + 1))
-        pair, address = load(path + layout.PATH_PAIR), path + layout.PATH_ADDRESS
-        code = post_packet(pair, address, vectors, first, stop)
+        code = append_packet(pair, address, vectors, first, stop)
         if code != 0:
             errno = code
-    return errno
+    code = post_packets(pair)
+    return errno if code == 0 else code
 
 
 @inline

@@ -86,7 +86,9 @@ LINK_POLICY = 624  # wire.verbs.policy
 LINK_RAILS = 632  # networks that the streams use
 LINK_LOW_WATER = 640  # largest low-water mark of its sockets
 LINK_MEASURED = 648  # time of the last measurement of its streams in ns
-LINK_CONTROL = 656  # ring of control frames to send
+#: Streams that carry payload, and the first one for control frames: 0 if all carry both.
+LINK_DATA_STREAMS, LINK_CONTROL_STREAM = 656, 664
+LINK_CONTROL = 672  # ring of control frames to send
 CONTROL_BYTES, NCONTROL = 32, 64
 CONTROL_KIND, CONTROL_MESSAGE, CONTROL_SIGNATURE, CONTROL_NBYTES = 0, 8, 16, 24
 LINK_OUT = LINK_CONTROL + CONTROL_BYTES * NCONTROL

@@ -334,11 +334,11 @@ def queued_load(stream: int, cost: int) -> int:
 
 
 @inline
-def least_loaded(link: int) -> int:
-    """Index of the stream with the fewest queued payload bytes."""
-    cost = FRAME_COST if load(link + layout.LINK_SPREAD) != 0 else 0
-    best, least = 0, queued_load(stream_of(link, 0), cost)
-    for index in range(1, load(link + layout.LINK_NSTREAMS)):
+def least_loaded(link: int, first: int, stop: int, spread: bool) -> int:
+    """Index of the stream of [first, stop) with the fewest queued payload bytes."""
+    cost = FRAME_COST if spread else 0
+    best, least = first, queued_load(stream_of(link, first), cost)
+    for index in range(first + 1, stop):
         queued = queued_load(stream_of(link, index), cost)
         if queued < least:
             best, least = index, queued
@@ -371,7 +371,7 @@ def rate_of(link: int, index: int) -> int:
 def rates_known(link: int) -> bool:
     """Return True if the rates of all streams are known."""
     slowest = rate_of(link, 0)
-    for index in range(1, load(link + layout.LINK_NSTREAMS)):
+    for index in range(1, load(link + layout.LINK_DATA_STREAMS)):
         slowest = min(slowest, rate_of(link, index))
     return slowest != 0
 
@@ -389,7 +389,7 @@ def earliest(link: int, length: int) -> int:
     -1 to wait (``wire.proxy_sender.SendHalf``).
     """
     first, best, loads, rates = -1, -1, 0, 0
-    for index in range(load(link + layout.LINK_NSTREAMS)):
+    for index in range(load(link + layout.LINK_DATA_STREAMS)):
         loads += stream_load(link, index)
         rates += rate_of(link, index)
         if first < 0 or ends_before(link, length, index, first):
@@ -411,7 +411,8 @@ def earliest(link: int, length: int) -> int:
 @inline
 def send_control(link: int, ack: int) -> bool:
     """Move the oldest control frame to a stream; False if there is no room."""
-    index = least_loaded(link)
+    spread, first = load(link + layout.LINK_SPREAD) != 0, load(link + layout.LINK_CONTROL_STREAM)
+    index = least_loaded(link, first, load(link + layout.LINK_NSTREAMS), spread or first > 0)
     stream = stream_of(link, index)
     if load(stream + layout.STREAM_COUNT) >= 2 * load(link + layout.LINK_QUEUE_FRAMES):
         return False
@@ -440,7 +441,7 @@ def segment_bytes(link: int, nbytes: int) -> int:
     """Share of one stream in a message, in whole pages, between the smallest and largest
     segment; smaller shares over several networks.
     """
-    shares = load(link + layout.LINK_NSTREAMS)
+    shares = load(link + layout.LINK_DATA_STREAMS)
     if load(link + layout.LINK_RAILS) > 1:
         shares = RAIL_SEGMENTS
     share = (nbytes + shares - 1) // shares
@@ -457,17 +458,16 @@ def send_segment(link: int, ack: int) -> bool:
     left = nbytes - queued
     small = nbytes <= MIN_SEGMENT_BYTES
     index = 0
-    spread = load(link + layout.LINK_SPREAD) != 0
-    if (spread or not small) and load(link + layout.LINK_NSTREAMS) > 1:
-        index = least_loaded(link)
+    spread, nstreams = load(link + layout.LINK_SPREAD) != 0, load(link + layout.LINK_DATA_STREAMS)
+    if (spread or not small) and nstreams > 1:
+        index = least_loaded(link, 0, nstreams, spread)
     length = left if small else min(left, segment_bytes(link, nbytes))
     policy = load(link + layout.LINK_POLICY)
     if not small and policy != SHARES:
-        nstreams = load(link + layout.LINK_NSTREAMS)
         largest = load(link + layout.LINK_SEGMENT_BYTES)
         piece = piece_bytes(policy, nbytes, nstreams, MIN_SEGMENT_BYTES, largest)
         chosen = stream_of_piece(policy, message, queued, piece, nstreams)
-        index = chosen if chosen >= 0 else least_loaded(link)
+        index = chosen if chosen >= 0 else least_loaded(link, 0, nstreams, spread)
         length = min(left, piece)
     elif not small and load(link + layout.LINK_RAILS) > 1 and rates_known(link):
         index = earliest(link, length)

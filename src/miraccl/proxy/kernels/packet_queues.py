@@ -86,19 +86,31 @@ def gather(vectors: int, first: int, stop: int, target: int, most: int) -> int:
 
 
 @inline
-def post_packet(pair: int, address: int, vectors: int, first: int, stop: int) -> int:
-    """Post iovecs as one packet to ``address`` (16 bytes); return 0 or an errno."""
+def append_packet(pair: int, address: int, vectors: int, first: int, stop: int) -> int:
+    """Append iovecs, as one packet to ``address`` (16 bytes), to the requests that
+    ``post_packets`` posts; return 0 or an errno.
+    """
     if load(pair + layout.PAIR_STATUS) != 0:
         return EIO
-    if not has_send_buffer(pair):
+    slots, count = load(pair + layout.PAIR_SEND_SLOTS), load(pair + layout.PAIR_CHAIN)
+    full = load(pair + layout.PAIR_SENT) - load(pair + layout.PAIR_DONE) >= slots
+    if full or count == layout.NCHAIN:
+        code = post_packets(pair)
+        if code != 0:
+            return code
+        count = 0
+    if full and not has_send_buffer(pair):
         return EAGAIN
     sent, most = load(pair + layout.PAIR_SENT), load(pair + layout.PAIR_SLOT_BYTES)
-    slot = sent & (load(pair + layout.PAIR_SEND_SLOTS) - 1)
+    slot = sent & (slots - 1)
     buffer = load(pair + layout.PAIR_SEND_BUFFER) + slot * most
     size = gather(vectors, first, stop, buffer, most)
     if size > most:
         return EMSGSIZE
-    wr, sge = pair + layout.PAIR_SEND_WR, pair + layout.PAIR_SEND_SGE
+    wr = pair + layout.PAIR_SEND_WR + count * layout.SEND_WR_BYTES
+    sge = pair + layout.PAIR_SEND_SGE + count * layout.SGE_BYTES
+    if count > 0:
+        store(wr - layout.SEND_WR_BYTES + 8, wr)
     store(sge, buffer)
     store32(sge + 8, size)
     store32(sge + 12, load(pair + layout.PAIR_KEY))
@@ -111,12 +123,26 @@ def post_packet(pair: int, address: int, vectors: int, first: int, stop: int) ->
     store(wr + 24, 1 | WR_SEND << 32)
     store(wr + 32, flags)
     memcpy(wr + layout.WR_ADDRESS, address, layout.ADDRESS_BYTES)
-    qp, bad = load(pair + layout.PAIR_QP), pair + layout.PAIR_BAD
-    code = (call4(load(pair + layout.PAIR_POST_SEND), qp, wr, bad, 0) << 32) >> 32
+    store(pair + layout.PAIR_CHAIN, count + 1)
+    store(pair + layout.PAIR_SENT, sent + 1)
+    return 0
+
+
+@inline
+def post_packets(pair: int) -> int:
+    """Post the appended packets by one call, which is a system call with Soft-RoCE; return 0 or
+    EIO, after which the queue pair is reset.
+    """
+    if load(pair + layout.PAIR_CHAIN) == 0:
+        return 0
+    store(pair + layout.PAIR_CHAIN, 0)
+    store(pair + layout.PAIR_POSTS, load(pair + layout.PAIR_POSTS) + 1)
+    wr, bad = pair + layout.PAIR_SEND_WR, pair + layout.PAIR_BAD
+    post, qp = load(pair + layout.PAIR_POST_SEND), load(pair + layout.PAIR_QP)
+    code = (call4(post, qp, wr, bad, 0) << 32) >> 32
     if code != 0:
         note_failure(pair, code)
         return EIO
-    store(pair + layout.PAIR_SENT, sent + 1)
     return 0
 
 

@@ -29,10 +29,13 @@ PAIR_SENT, PAIR_DONE = 64, 72  # packets posted, and known to be complete
 PAIR_RECV_BUFFER, PAIR_RECV_BYTES = 80, 88  # bytes of a receive buffer
 PAIR_HEADER = 96  # bytes before a received packet: the global route header of UD
 PAIR_STATUS = 104  # first ibv_wc_status or errno since the queue pair was made ready
-PAIR_SEND_WR = 128  # struct ibv_send_wr
-PAIR_SEND_SGE, PAIR_RECV_WR, PAIR_RECV_SGE = 256, 272, 304
-PAIR_BAD = 320
-PAIR_BYTES = 384
+PAIR_RECV_WR, PAIR_RECV_SGE, PAIR_BAD = 112, 144, 160
+PAIR_CHAIN = 168  # send requests that are written and not posted
+PAIR_POSTS = 176  # calls of ibv_post_send
+PAIR_SEND_WR = 192  # NCHAIN struct ibv_send_wr, then their struct ibv_sge
+NCHAIN, SEND_WR_BYTES, SGE_BYTES = 32, 128, 16
+PAIR_SEND_SGE = PAIR_SEND_WR + NCHAIN * SEND_WR_BYTES
+PAIR_BYTES = PAIR_SEND_SGE + NCHAIN * SGE_BYTES
 
 #: Bytes of an address in PATH_ADDRESS: ah, queue pair number, Q_Key, as in ibv_send_wr.
 ADDRESS_BYTES = 16

@@ -63,6 +63,7 @@ class EngineConnection:
             queue_bytes=1 << 23,
             spread=True,
             policy=conn.options.policy,
+            control_streams=conn.options.control_pairs,
         )
         made = cls(
             conn=conn,
@@ -112,6 +113,7 @@ class EngineConnection:
                 (layout.QP_PEER_KEY, conn.remote.keys[end.device]),
                 (layout.QP_NSTREAMS, 1),
                 (layout.QP_RECV_DEPTH, qp.recv_depth),
+                (layout.QP_APART_BYTES, conn.options.apart_bytes(qp.device.port.kind)),
             ):
                 self.store_qp(i, offset, value)
             self.store_stream(i, layout.STREAM_QP, i)

@@ -10,7 +10,7 @@ import select
 from collections.abc import Sequence
 from contextlib import suppress
 
-from miraccl import trace
+from miraccl import native, trace
 from miraccl.native.verbs_abi import VerbsLibrary
 from miraccl.proxy.compiled_thread import SPIN_NS, CompiledThread, Kernel
 from miraccl.proxy.kernels import link_layout
@@ -66,14 +66,26 @@ class VerbsEngine(CompiledThread[EngineConnection]):
         self._farewell = Farewell(self._kernels, self._recovery)
         self._devices = EngineDevices(self._set)
         self._devices.write_functions(self._verbs)
+        self._set(link_layout.ENGINE_LOCK, 1)  # of the thread, whenever it is outside ``run``
 
     # --- other threads
 
+    def driver(self, *, overlap: bool) -> tuple[int, int]:
+        """Return the function by which a waiting executor advances the connections, and its first
+        argument; ``overlap`` changes nothing, as the adapter moves payloads.
+        """
+        return self._library.address(native.PREFIX + "drive"), self._memory.address
+
     def counters(self) -> dict[str, int]:
-        """Return rounds, sleeps and registrations of single messages so far."""
+        """Return counts so far: rounds of the thread and of executors, sleeps, calls that posted
+        work requests, work requests, registrations of single messages.
+        """
         return {
             "rounds": self.rounds,
+            "driven": self._get(link_layout.ENGINE_DRIVEN),
             "sleeps": self._get(layout.ENGINE_SLEEPS),
+            "posts": self._get(layout.ENGINE_POSTS),
+            "requests": self._get(layout.ENGINE_REQUESTS),
             "registrations": self._get(layout.ENGINE_REGISTERED),
         }
 

@@ -17,7 +17,7 @@ from miraccl.native import verbs_abi as abi
 from miraccl.native.verbs_abi import VerbsLibrary
 from miraccl.proxy.datagram_engine import DatagramEngine
 from miraccl.proxy.flow_memory import FlowMemory
-from miraccl.proxy.kernels import flow_layout, queue_layout
+from miraccl.proxy.kernels import flow_layout, link_layout, queue_layout
 from miraccl.proxy.kernels.datagram_engine import QUEUE_DATA
 from miraccl.transport.base import DatagramConnection, OnLost, Wake
 from miraccl.transport.fifo import PrivateMemory, memory_at
@@ -38,6 +38,7 @@ class VerbsDatagramEngine(DatagramEngine):
     """
 
     transport = "verbs"
+    can_be_driven = True
 
     def __init__(
         self,
@@ -66,6 +67,18 @@ class VerbsDatagramEngine(DatagramEngine):
             for pair, record in list(self._records.items())
             if _word(record.address + queue_layout.PAIR_STATUS)
         ]
+
+    def counters(self) -> dict[str, int]:
+        """Return counts so far: rounds of the thread and of executors, calls that posted packets,
+        packets.
+        """
+        records = [record.address for record in self._records.values()]
+        return {
+            "rounds": self.rounds,
+            "driven": self._get(link_layout.ENGINE_DRIVEN),
+            "posts": sum(_word(each + queue_layout.PAIR_POSTS) for each in records),
+            "packets": sum(_word(each + queue_layout.PAIR_SENT) for each in records),
+        }
 
     # --- the thread
 

@@ -6,7 +6,7 @@ from miraccl.native import verbs_abi as abi
 from miraccl.native.intrinsics import call4, inline, load, load32, memcpy, store
 from miraccl.proxy.kernels import link_layout
 from miraccl.proxy.kernels.link_receive import in_of
-from miraccl.proxy.kernels.link_send import CTS, DATA, alive, fail, out_of, stream_of
+from miraccl.proxy.kernels.link_send import CTS, DATA, fail, out_of, stream_of
 from miraccl.proxy.verbs.kernels import verbs_layout as layout
 from miraccl.wire.verbs import rows
 from miraccl.wire.verbs.rows import encode_immediate, may_post, row_flags
@@ -17,6 +17,7 @@ ACCESS_LOCAL = abi.ACCESS_LOCAL_WRITE
 ACCESS_REMOTE = abi.ACCESS_LOCAL_WRITE | abi.ACCESS_REMOTE_WRITE
 MR_LKEY, MR_RKEY = abi.MR_LKEY, abi.MR_RKEY
 INLINE_BYTES = 32
+WR_REMOTE, WR_RKEY = 40, 48  # in ibv_send_wr
 
 
 @inline
@@ -203,16 +204,6 @@ def write_grant(conn: int, message: int, room: int, row: int) -> bool:
 
 
 @inline
-def write_wr(wr: int, number: int, following: int, sge: int, opcode: int, flags: int) -> None:
-    """Write the fields of an ibv_send_wr that every opcode has."""
-    store(wr, number)
-    store(wr + 8, following)
-    store(wr + 16, sge)
-    store(wr + 24, 1 | opcode << 32)
-    store(wr + 32, flags)
-
-
-@inline
 def mark_failed(conn: int, qp: int, status: int, vendor: int, errno: int) -> None:
     """Record the first failure of a queue pair, for Python."""
     if load(qp + layout.QP_STATE) <= layout.QP_ACTIVE:
@@ -224,6 +215,58 @@ def mark_failed(conn: int, qp: int, status: int, vendor: int, errno: int) -> Non
 
 
 @inline
+def append_request(
+    conn: int, index: int, address: int, length: int, key: int, opcode: int, flags: int
+) -> int:
+    """Append an ibv_send_wr to the requests that ``post_requests`` posts on a queue pair.
+
+    Returns:
+        Its address; the caller writes remote address and key.
+    """
+    engine, qp = load(conn + layout.CONN_ENGINE), qp_of(conn, index)
+    count, number = load(engine + layout.ENGINE_CHAIN), load(qp + layout.QP_POSTED) + 1
+    wr = engine + layout.ENGINE_SEND_WR + count * layout.SEND_WR_BYTES
+    sge = engine + layout.ENGINE_SGES + count * layout.SGE_BYTES
+    if count > 0:
+        store(wr - layout.SEND_WR_BYTES + 8, wr)
+    store(sge, address)
+    store(sge + 8, length | key << 32)
+    # A request without SIGNALED completes too if it fails, and its queue pair must be known then.
+    store(wr, index << layout.WR_QP_SHIFT | number)
+    store(wr + 8, 0)
+    store(wr + 16, sge)
+    store(wr + 24, (0 if length == 0 else 1) | opcode << 32)
+    store(wr + 32, flags)
+    store(qp + layout.QP_POSTED, number)
+    store(engine + layout.ENGINE_CHAIN, count + 1)
+    return wr
+
+
+@inline
+def post_requests(conn: int, index: int) -> bool:
+    """Post the appended requests by one call, which is a system call with Soft-RoCE; return False
+    if that fails, which ends the queue pair.
+    """
+    engine, qp = load(conn + layout.CONN_ENGINE), qp_of(conn, index)
+    count = load(engine + layout.ENGINE_CHAIN)
+    if count == 0:
+        return True
+    store(engine + layout.ENGINE_CHAIN, 0)
+    store(engine + layout.ENGINE_POSTS, load(engine + layout.ENGINE_POSTS) + 1)
+    store(engine + layout.ENGINE_REQUESTS, load(engine + layout.ENGINE_REQUESTS) + count)
+    first, bad = engine + layout.ENGINE_SEND_WR, engine + layout.ENGINE_BAD_WR
+    post = load(device_of(conn, load(qp + layout.QP_DEVICE)) + layout.DEVICE_POST_SEND)
+    store(bad, first)
+    errno = as_int(call4(post, load(qp + layout.QP_POINTER), first, bad, 0))
+    if errno != 0:
+        # Those before the bad one are posted. Frames that are counted as posted and were not are
+        # posted again on another pair, as the peer says that it has not received them.
+        store(qp + layout.QP_POSTED, (load(load(bad)) & layout.WR_NUMBER_MASK) - 1)
+        mark_failed(conn, qp, 0, 0, errno)
+    return errno == 0
+
+
+@inline
 def has_room(conn: int, index: int, reserved: int) -> bool:
     """Return True if a row of a stream, with payload, can be posted now."""
     route = route_of(conn, index)
@@ -232,7 +275,8 @@ def has_room(conn: int, index: int, reserved: int) -> bool:
         return False
     if load(qp + layout.QP_STATE) != layout.QP_ACTIVE:
         return False
-    if load(qp + layout.QP_POSTED) - load(qp + layout.QP_DONE) + 2 > load(qp + layout.QP_SIZE):
+    outstanding = load(qp + layout.QP_POSTED) - load(qp + layout.QP_DONE)
+    if outstanding + layout.MAX_FRAME_WRS > load(qp + layout.QP_SIZE):
         return False
     posted, done = load(route + layout.STREAM_POSTED_ROWS), load(route + layout.STREAM_DONE_ROWS)
     if not may_post(posted, done, reserved):
@@ -258,9 +302,10 @@ def next_row(conn: int, index: int) -> int:
 
 
 @inline
-def post_row(conn: int, index: int, kind: int, placement: int, payload: bool, signal: bool) -> bool:
-    """Post the row at ``next_row``, behind the payload that is in the first work request."""
-    engine = load(conn + layout.CONN_ENGINE)
+def append_row(conn: int, index: int, kind: int, placement: int, signal: bool, apart: bool) -> None:
+    """Append the row at ``next_row`` to the requests, behind its payload if it has one; ``apart``:
+    its immediate in a request without bytes, as adaptive routing may reorder all other packets.
+    """
     route = route_of(conn, index)
     number = load(route + layout.STREAM_QP)
     qp = qp_of(conn, number)
@@ -269,41 +314,28 @@ def post_row(conn: int, index: int, kind: int, placement: int, payload: bool, si
     processed = load(route + layout.STREAM_PROCESSED)
     store(row + rows.ROW_SEQUENCE, sequence)
     store(row + rows.ROW_FLAGS, row_flags(kind, placement, index, processed))
-    first = engine + layout.ENGINE_SEND_WR
-    wr = first + layout.SEND_WR_BYTES
-    sge = engine + layout.ENGINE_SGES + 16
-    posted = load(qp + layout.QP_POSTED) + (2 if payload else 1)
     unsignaled = load(qp + layout.QP_UNSIGNALED) + 1
-    flags = load(conn + layout.CONN_INLINE) | SOLICITED
+    flags = SOLICITED
     if signal or unsignaled >= layout.SIGNAL_ROWS:
         flags = flags | SIGNALED
         unsignaled = 0
-    store(sge, row)
-    store(sge + 8, rows.ROW_BYTES | load(qp + layout.QP_KEY) << 32)
-    wr_id = number << layout.WR_QP_SHIFT | posted
-    immediate = swap32(encode_immediate(index, sequence))
-    write_wr(wr, wr_id, 0, sge, WR_WRITE_WITH_IMM, flags | immediate << 32)
+    flags = flags | swap32(encode_immediate(index, sequence)) << 32
+    inline_flag, key = load(conn + layout.CONN_INLINE), load(qp + layout.QP_KEY)
     ring = index * rows.NROWS + ((sequence - 1) & (rows.NROWS - 1))
-    store(wr + 40, load(conn + layout.CONN_PEER_ROWS) + ring * rows.ROW_BYTES)
-    store(wr + 48, load(qp + layout.QP_PEER_KEY))
-    device = device_of(conn, load(qp + layout.QP_DEVICE))
-    errno = as_int(
-        call4(
-            load(device + layout.DEVICE_POST_SEND),
-            load(qp + layout.QP_POINTER),
-            first if payload else wr,
-            engine + layout.ENGINE_BAD_WR,
-            0,
-        )
-    )
-    if errno != 0:
-        mark_failed(conn, qp, 0, 0, errno)
-        return False
-    store(qp + layout.QP_POSTED, posted)
+    target = load(conn + layout.CONN_PEER_ROWS) + ring * rows.ROW_BYTES
+    if apart:
+        wr = append_request(conn, number, row, rows.ROW_BYTES, key, WR_WRITE, inline_flag)
+        store(wr + WR_REMOTE, target)
+        store(wr + WR_RKEY, load(qp + layout.QP_PEER_KEY))
+        wr = append_request(conn, number, row, 0, key, WR_WRITE_WITH_IMM, flags)
+    else:
+        flags = flags | inline_flag
+        wr = append_request(conn, number, row, rows.ROW_BYTES, key, WR_WRITE_WITH_IMM, flags)
+    store(wr + WR_REMOTE, target)
+    store(wr + WR_RKEY, load(qp + layout.QP_PEER_KEY))
     store(qp + layout.QP_UNSIGNALED, unsignaled)
     store(route + layout.STREAM_POSTED_ROWS, sequence)
     store(route + layout.STREAM_REPORTED, processed)
-    return True
 
 
 @inline
@@ -323,9 +355,9 @@ def decide_placement(conn: int, message: int, nbytes: int) -> int:
 
 
 @inline
-def write_payload(conn: int, index: int, entry: int, placement: int) -> bool:
-    """Fill the first work request with the payload of a frame; False if it cannot be sent."""
-    engine, link = load(conn + layout.CONN_ENGINE), load(conn + layout.CONN_LINK)
+def append_payload(conn: int, index: int, entry: int, placement: int) -> bool:
+    """Append the payload of a frame to the requests; False if it cannot be sent."""
+    link = load(conn + layout.CONN_LINK)
     qp = qp_of(conn, load(route_of(conn, index) + layout.STREAM_QP))
     header = entry + link_layout.ENTRY_HEADER
     message, offset = load(header + 8), load(header + 32)
@@ -340,68 +372,69 @@ def write_payload(conn: int, index: int, entry: int, placement: int) -> bool:
     if placement == rows.IN_POSTED:
         target = load(extra + layout.OUT_ADDRESS)
         rkey = load32(extra + layout.OUT_KEYS + 4 * load(qp + layout.QP_PEER_DEVICE)) & 0xFFFFFFFF
-    wr, sge = engine + layout.ENGINE_SEND_WR, engine + layout.ENGINE_SGES
-    store(sge, payload)
-    store(sge + 8, length | lkey << 32)
-    # Never signalled, but a failure completes it, and its queue pair must be known then.
     number = load(route_of(conn, index) + layout.STREAM_QP)
-    wr_id = number << layout.WR_QP_SHIFT | (load(qp + layout.QP_POSTED) + 1)
-    write_wr(wr, wr_id, wr + layout.SEND_WR_BYTES, sge, WR_WRITE, 0)
-    store(wr + 40, target + offset)
-    store(wr + 48, rkey)
+    wr = append_request(conn, number, payload, length, lkey, WR_WRITE, 0)
+    store(wr + WR_REMOTE, target + offset)
+    store(wr + WR_RKEY, rkey)
     return True
 
 
 @inline
-def post_entry(conn: int, index: int, entry: int) -> bool:
-    """Post one frame of a stream's queue."""
+def append_entry(conn: int, index: int, entry: int) -> bool:
+    """Append a frame of a queue to the requests; return False if its payload cannot be sent."""
     header = entry + link_layout.ENTRY_HEADER
     kind, message = load(header) >> 16 & 0xFF, load(header + 8)
     row = next_row(conn, index)
     memcpy(row, header, link_layout.FRAME_BYTES)
-    placement, payload, signal = 0, False, False
+    placement, signal, apart = 0, False, False
     if kind == DATA:
         signal = True
         length = load(entry + link_layout.ENTRY_LENGTH)
+        qp = qp_of(conn, load(route_of(conn, index) + layout.STREAM_QP))
+        apart = length > load(qp + layout.QP_APART_BYTES)
         placement = decide_placement(conn, message, load(header + 24))
         if placement == rows.IN_ROW:
             memcpy(row + rows.ROW_PAYLOAD, load(entry + link_layout.ENTRY_PAYLOAD), length)
-        elif length > 0:
-            payload = True
-            if not write_payload(conn, index, entry, placement):
-                return False
+        elif length > 0 and not append_payload(conn, index, entry, placement):
+            return False
     elif kind == CTS:
         if not write_grant(conn, message, load(header + 24), row):
             return False
     elif load(entry + link_layout.ENTRY_MESSAGE) == link_layout.CLOSE_ENTRY:
         signal = True
-    return post_row(conn, index, rows.KIND_FRAME, placement, payload, signal)
+    append_row(conn, index, rows.KIND_FRAME, placement, signal, apart)
+    return True
 
 
 @inline
 def post_stream(conn: int, index: int) -> bool:
     """Post the frames of a stream that the peer has room for; return True if there were any."""
-    link = load(conn + layout.CONN_LINK)
+    link, engine = load(conn + layout.CONN_LINK), load(conn + layout.CONN_ENGINE)
     stream, route = stream_of(link, index), route_of(conn, index)
-    found = False
+    number = load(route + layout.STREAM_QP)
+    qp, found, going = qp_of(conn, number), False, True
     while (
-        alive(link)
+        going
         and load(route + layout.STREAM_POSTED_ENTRIES) < load(stream + link_layout.STREAM_COUNT)
         and has_room(conn, index, rows.RESERVED_ROWS)
     ):
         slot = load(stream + link_layout.STREAM_HEAD) + load(route + layout.STREAM_POSTED_ENTRIES)
         slot = slot & (layout.NQUEUE - 1)
         entry = stream + link_layout.STREAM_QUEUE + slot * link_layout.ENTRY_BYTES
-        if not post_entry(conn, index, entry):
-            return found
-        qp = qp_of(conn, load(route + layout.STREAM_QP))
-        store(route + layout.STREAM_ENTRY_WR + 8 * slot, load(qp + layout.QP_POSTED))
-        store(route + layout.STREAM_ENTRY_ROW + 8 * slot, load(route + layout.STREAM_POSTED_ROWS))
-        store(route + layout.STREAM_POSTED_ENTRIES, load(route + layout.STREAM_POSTED_ENTRIES) + 1)
-        found = True
+        going = append_entry(conn, index, entry)
+        if going:
+            store(route + layout.STREAM_ENTRY_WR + 8 * slot, load(qp + layout.QP_POSTED))
+            posted = load(route + layout.STREAM_POSTED_ROWS)
+            store(route + layout.STREAM_ENTRY_ROW + 8 * slot, posted)
+            posted = load(route + layout.STREAM_POSTED_ENTRIES)
+            store(route + layout.STREAM_POSTED_ENTRIES, posted + 1)
+            found = True
+            if load(engine + layout.ENGINE_CHAIN) + layout.MAX_FRAME_WRS > layout.NCHAIN:
+                going = post_requests(conn, number)
     unreported = load(route + layout.STREAM_PROCESSED) - load(route + layout.STREAM_REPORTED)
     if unreported >= rows.REPORT_ROWS and has_room(conn, index, 0):
-        post_row(conn, index, rows.KIND_CREDIT, 0, False, False)
+        append_row(conn, index, rows.KIND_CREDIT, 0, False, False)
+    post_requests(conn, number)
     return found
 
 
@@ -452,7 +485,8 @@ def post_special(conn: int, arguments: int) -> int:
     if not has_room(conn, index, 0):
         return 0
     memcpy(next_row(conn, index), arguments + 16, rows.ROW_BYTES)
-    return 1 if post_row(conn, index, kind, 0, False, True) else 0
+    append_row(conn, index, kind, 0, True, False)
+    return 1 if post_requests(conn, load(route_of(conn, index) + layout.STREAM_QP)) else 0
 
 
 def post_abort(conn: int, arguments: int) -> int:
@@ -460,16 +494,13 @@ def post_abort(conn: int, arguments: int) -> int:
     index, length = load(arguments), load(arguments + 8)
     if not has_room(conn, index, 0):
         return 0
-    engine = load(conn + layout.CONN_ENGINE)
-    qp = qp_of(conn, load(route_of(conn, index) + layout.STREAM_QP))
-    memcpy(next_row(conn, index), arguments + 16, rows.ROW_BYTES)
-    wr, sge = engine + layout.ENGINE_SEND_WR, engine + layout.ENGINE_SGES
-    store(sge, load(conn + layout.CONN_TEXT_OUT))
-    store(sge + 8, length | load(qp + layout.QP_KEY) << 32)
-    # Never signalled, but a failure completes it, and its queue pair must be known then.
     number = load(route_of(conn, index) + layout.STREAM_QP)
-    wr_id = number << layout.WR_QP_SHIFT | (load(qp + layout.QP_POSTED) + 1)
-    write_wr(wr, wr_id, wr + layout.SEND_WR_BYTES, sge, WR_WRITE, 0)
-    store(wr + 40, load(conn + layout.CONN_PEER_TEXT))
-    store(wr + 48, load(qp + layout.QP_PEER_KEY))
-    return 1 if post_row(conn, index, rows.KIND_FRAME, 0, length > 0, True) else 0
+    qp = qp_of(conn, number)
+    memcpy(next_row(conn, index), arguments + 16, rows.ROW_BYTES)
+    if length > 0:
+        text, key = load(conn + layout.CONN_TEXT_OUT), load(qp + layout.QP_KEY)
+        wr = append_request(conn, number, text, length, key, WR_WRITE, 0)
+        store(wr + WR_REMOTE, load(conn + layout.CONN_PEER_TEXT))
+        store(wr + WR_RKEY, load(qp + layout.QP_PEER_KEY))
+    append_row(conn, index, rows.KIND_FRAME, 0, True, False)
+    return 1 if post_requests(conn, number) else 0

@@ -3,6 +3,10 @@
 An idle engine polls for a while, then asks the completion queues for an event, polls once more and
 sleeps in epoll on the completion channels and its doorbell. It returns to Python for commands of
 other threads, failed queue pairs, rows that Python handles, and links that have ended.
+
+An executor that waits advances the connections itself (``drive``), as with TCP
+(``proxy.kernels.progress_engine``, which says who has the lock): posting and polling need no system
+call on most devices, so a message costs no switch between threads.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from miraccl.native.intrinsics import (
     pause,
     sched_yield,
     store,
+    store_release,
     syscall,
 )
 from miraccl.proxy.kernels import link_layout
@@ -29,9 +34,14 @@ from miraccl.proxy.kernels.link_io import scan_cts, source_of
 from miraccl.proxy.kernels.link_send import alive, fail, on_posted
 from miraccl.proxy.kernels.progress_engine import (
     DOORBELL_DATA,
+    DRIVE_HAND_OVER,
     EVENT_BYTES,
     EVENT_DATA,
+    acquire,
+    doze,
     now_ns,
+    release,
+    ring,
     wake_executor,
 )
 from miraccl.proxy.kernels.progress_engine import link_at as connection_at
@@ -220,8 +230,12 @@ def advance_all(engine: int) -> bool:
 
 @inline
 def sleep(engine: int) -> None:
-    """Sleep until there is an event, unless a last look finds something."""
+    """Sleep until there is an event, unless a last look finds something.
+
+    Takes the lock for the look, and returns with it.
+    """
     asleep = load(engine + link_layout.ENGINE_ASLEEP)
+    acquire(engine)
     exchange(asleep, 1)
     for i in range(load(engine + link_layout.ENGINE_NLINKS)):
         conn = connection_at(engine, i)
@@ -235,20 +249,31 @@ def sleep(engine: int) -> None:
         if timer != 0:
             milliseconds = max(0, (timer - now_ns(engine) + 999999) // 1000000)
         store(engine + layout.ENGINE_SLEEPS, load(engine + layout.ENGINE_SLEEPS) + 1)
+        release(engine)
         wait_events(engine, milliseconds)
+        acquire(engine)
     exchange(asleep, 0)
 
 
 def run(engine: int, unused: int) -> int:
-    """Advance all connections until Python is needed."""
+    """Advance all connections until Python is needed; called and left with the lock held."""
     idle_since = 0
+    driven = load_acquire(engine + link_layout.ENGINE_DRIVEN)
     while True:
         store(engine + link_layout.ENGINE_ROUNDS, load(engine + link_layout.ENGINE_ROUNDS) + 1)
         busy = advance_all(engine)
         wake_executor(engine)
         if needs_python(engine) or timer_due(engine):
             return 0
-        if busy:
+        release(engine)
+        rounds = load_acquire(engine + link_layout.ENGINE_DRIVEN)
+        if rounds != driven:
+            driven = rounds
+            doze(engine)
+            acquire(engine)
+            idle_since = 0
+        elif busy:
+            acquire(engine)
             idle_since = 0
         else:
             now = now_ns(engine)
@@ -257,9 +282,35 @@ def run(engine: int, unused: int) -> int:
             if now - idle_since < load(engine + link_layout.ENGINE_SPIN_NS):
                 pause()
                 sched_yield()
+                acquire(engine)
             else:
                 sleep(engine)
                 idle_since = 0
+
+
+def drive(engine: int, mode: int, unused: int, unused2: int) -> int:
+    """Advance the connections in an executor's thread; return 1 unless another thread has them.
+
+    ``mode``: as of ``progress_engine.drive``.
+    """
+    if mode == DRIVE_HAND_OVER:
+        exchange(engine + link_layout.ENGINE_HANDOVER, 1)
+        if load_acquire(engine + link_layout.ENGINE_DOZING) != 0:
+            ring(engine)
+        return 1
+    if exchange(engine + link_layout.ENGINE_LOCK, 1) != 0:
+        return 0
+    driven = engine + link_layout.ENGINE_DRIVEN
+    store_release(driven, load(driven) + 1)
+    advance_all(engine)
+    store(engine + link_layout.ENGINE_DIRTY, 0)  # the executor is awake
+    calls_python = needs_python(engine)
+    release(engine)
+    # A thread that sleeps in epoll has armed the queues: a completion that this round has left
+    # wakes it.
+    if calls_python and load_acquire(load(engine + link_layout.ENGINE_ASLEEP)) != 0:
+        ring(engine)
+    return 1
 
 
 def close_link(conn: int, unused: int) -> int:
@@ -287,6 +338,7 @@ def fail_link(conn: int, arguments: int) -> int:
 
 EXPORTS: dict[str, Any] = {
     "run": run,
+    "drive": drive,
     "close_link": close_link,
     "fail_link": fail_link,
     "post_receives": post_receives,

@@ -30,13 +30,19 @@ ENGINE_BAD_WR = ENGINE_FUNCTIONS + 96
 ENGINE_WINDOW, ENGINE_WINDOW_END = ENGINE_FUNCTIONS + 104, ENGINE_FUNCTIONS + 112
 #: Payload in the window that was registered for one message: Python keeps the next ones registered.
 ENGINE_WANTED, ENGINE_WANTED_BYTES = ENGINE_FUNCTIONS + 120, ENGINE_FUNCTIONS + 128
+#: Calls of ibv_post_send, and work requests that they posted.
+ENGINE_POSTS, ENGINE_REQUESTS = ENGINE_FUNCTIONS + 136, ENGINE_FUNCTIONS + 144
 ENGINE_COMPLETIONS = ENGINE_FUNCTIONS + 192  # NCOMPLETIONS struct ibv_wc
 NCOMPLETIONS = 16
 WC_BYTES = 48
-ENGINE_SEND_WR = ENGINE_COMPLETIONS + WC_BYTES * NCOMPLETIONS  # two ibv_send_wr
+#: Work requests of one queue pair that are posted by one call, and how many there are.
+ENGINE_SEND_WR = ENGINE_COMPLETIONS + WC_BYTES * NCOMPLETIONS
 SEND_WR_BYTES = 128
-ENGINE_SGES = ENGINE_SEND_WR + 2 * SEND_WR_BYTES  # their ibv_sge
-ENGINE_RECV_WR = ENGINE_SGES + 32
+NCHAIN = 32
+ENGINE_SGES = ENGINE_SEND_WR + NCHAIN * SEND_WR_BYTES  # their ibv_sge
+SGE_BYTES = 16
+ENGINE_CHAIN = ENGINE_SGES + NCHAIN * SGE_BYTES
+ENGINE_RECV_WR = ENGINE_CHAIN + 16
 ENGINE_ROW = ENGINE_RECV_WR + 32  # copy of the row that is being processed
 ENGINE_DEVICES = ENGINE_ROW + ROW_BYTES
 DEVICE_PD, DEVICE_POLL_CQ, DEVICE_REQ_NOTIFY = 0, 8, 16
@@ -85,6 +91,7 @@ QP_KEY, QP_PEER_KEY, QP_LOCAL_KEY = 80, 88, 96  # of rows; of the peer's rows an
 QP_STATUS, QP_VENDOR, QP_ERRNO = 104, 112, 120  # of the first failed work request
 QP_NSTREAMS = 128  # streams that it carries
 QP_RECV_DEPTH = 136
+QP_APART_BYTES = 144  # larger payloads: row and immediate in requests of their own
 QP_BYTES = 192
 CONN_STREAMS = CONN_QPS + QP_BYTES * MAX_STREAMS
 
@@ -107,10 +114,12 @@ def rows_bytes(nstreams: int) -> int:
     return nstreams * NROWS * ROW_BYTES + TEXT_BYTES
 
 
-#: Work requests that may be outstanding on a queue pair: two per queued frame.
+#: Work requests that may be outstanding on a queue pair: up to three per queued frame.
 SEND_DEPTH = 256
 #: Receives posted on a queue pair: it can carry two streams after a failure, more with less each.
 RECV_DEPTH = 2 * NROWS
+#: Work requests of one frame: payload, row, immediate.
+MAX_FRAME_WRS = 3
 #: Control rows after which one is signalled.
 SIGNAL_ROWS = 16
 
