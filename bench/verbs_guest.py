@@ -12,8 +12,8 @@ checks its signature and gives the memory back. Both have eight messages in flig
 perftest's default, Soft-RoCE loses packets and is several times slower. Variants take turns; run it
 on an idle machine, as one processor of the guest carries both sides and the network.
 
-With ``--against-rc`` and ``-l 'netem rdma loss 1%'`` of ``run-in-vm`` the recovery of UC and UD by
-the datagram machine is compared with that of Soft-RoCE's reliable connections.
+The cases with loss set netem on both devices and compare the recovery of UC and UD by the datagram
+machine with that of Soft-RoCE's reliable connections (go-back-N, perftest's and ours).
 
 UD and UC run under the datagram machine, without protection and with cubic, as delays on one
 processor are those of its scheduler, against ``ib_send_bw`` of the same
@@ -319,6 +319,8 @@ def _serve(peer: Peer, kind: str, counts: tuple[int, int]) -> list[float]:
     used = {name: n - before.get(name, 0) for name, n in peer.profile().items()}
     per = ", ".join(f"{name} {n / sum(counts):.2f}" for name, n in used.items())
     note(f"rank {peer.rank}, per message: {per}")
+    if isinstance(peer.engine, VerbsDatagramEngine):
+        note(f"rank {peer.rank}: {peer.engine.reports()}")
     peer.swap(b"")
     peer.transport.close()
     return times
@@ -331,6 +333,8 @@ def perftest(
     counts: tuple[int, int],
     verb: str,
     pair: PairKind | None = None,
+    *,
+    depth: int = 8,
 ) -> float:
     """Return the same of ``ib_write_bw`` or ``ib_write_lat``; ``verb`` may be ``send``."""
     times = []
@@ -341,8 +345,8 @@ def perftest(
     for count in counts:
         command = [f"ib_{verb}_{kind}", "-x", GID_INDEX, "-m", "4096", "-s", str(nbytes)]
         command += ["-n", str(count), "-F"] + (["-q", str(qps)] if kind == "bw" else [])
-        if kind == "bw":  # as many as our FIFO has; Soft-RoCE loses packets of deeper queues
-            command += ["-t", "8"]
+        if kind == "bw":  # eight as our FIFO; Soft-RoCE loses packets of deeper queues
+            command += ["-t", str(depth)]
         if pair:
             command += ["-c", pair.name]
         if verb == "send" or pair:
@@ -361,6 +365,7 @@ def perftest(
     return seconds / (2 if kind == "lat" else 1)
 
 
+#: Case: (kind, queue pairs, bytes, message counts of the two runs, kind of queue pairs).
 CASES: dict[str, tuple[str, int, int, tuple[int, int], PairKind | None]] = {
     "64 KiB, 1 QP": ("bw", 1, 1 << 16, (400, 2400), None),
     "64 KiB, 4 QPs": ("bw", 4, 1 << 16, (400, 2400), None),
@@ -370,6 +375,22 @@ CASES: dict[str, tuple[str, int, int, tuple[int, int], PairKind | None]] = {
     "UC 64 KiB": ("bw", 1, 1 << 16, (400, 2400), PairKind.UC),
     "UD 64 KiB": ("bw", 1, 1 << 16, (200, 1200), PairKind.UD),
 }
+#: With ``LOSS`` on both devices, against perftest's RC.
+LOSS = "1%"
+LOSS_CASES: dict[str, tuple[str, int, int, tuple[int, int], PairKind | None]] = {
+    "loss, RC 64 KiB": ("bw", 1, 1 << 16, (50, 250), None),
+    "loss, UC 64 KiB": ("bw", 1, 1 << 16, (50, 250), PairKind.UC),
+    "loss, UD 64 KiB": ("bw", 1, 1 << 16, (50, 250), PairKind.UD),
+}
+DEVICES = ("r0", "r1")
+
+
+def set_loss(share: str) -> None:
+    """Drop packets between the devices; "" drops none."""
+    for device in DEVICES:
+        command = ["tc", "qdisc", "replace" if share else "del", "dev", device, "root"]
+        command += ["netem", "loss", share, "limit", "10000"] if share else []
+        subprocess.run(command, check=bool(share), stderr=None if share else subprocess.DEVNULL)
 
 
 def compile_loops() -> None:
@@ -393,28 +414,31 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="factor of all message counts")
-    parser.add_argument(
-        "--against-rc",
-        action="store_true",
-        help="compare UC and UD with perftest's RC; for -l 'netem rdma loss 1%%'",
-    )
+    parser.add_argument("--depth", type=int, default=8, help="messages of perftest in flight")
     parser.add_argument("--cases", default="", help="names of cases separated by semicolons")
     parser.add_argument("--out", help="name of the result files below bench/results")
     args = parser.parse_args()
     verb = "send" if os.cpu_count() == 1 else "write"
-    results: dict[str, Any] = {"peer": f"ib_{verb}_bw, ib_{verb}_lat"}
+    results: dict[str, Any] = {
+        "peer": f"ib_{verb}_bw, ib_{verb}_lat",
+        "depth": args.depth,
+        "loss": LOSS,
+    }
     lines = [f"{'case':16} {'perftest us':>12} {'miraccl us':>12} {'ratio':>7}"]
     compile_loops()
     note("compiled")
     print(lines[0])
-    for name, (kind, qps, nbytes, counts, pair) in CASES.items():
+    for name, (kind, qps, nbytes, counts, pair) in (CASES | LOSS_CASES).items():
         if args.cases and name not in args.cases.split(";"):
             continue
+        lossy = name in LOSS_CASES
+        set_loss(LOSS if lossy else "")
         scaled = (max(5, int(counts[0] * args.scale)), max(10, int(counts[1] * args.scale)))
         rows: list[tuple[float, float]] = []
         for _ in range(args.rounds):
-            peer_kind = None if args.against_rc else pair
-            peer = perftest(kind, qps, nbytes, scaled, "send" if pair else verb, peer_kind)
+            peer_kind = None if lossy else pair
+            peer_verb = "send" if pair and not lossy else verb
+            peer = perftest(kind, qps, nbytes, scaled, peer_verb, peer_kind, depth=args.depth)
             note(f"{name}: perftest {peer * 1e6:.1f} us")
             rows.append((peer, ours(kind, qps, nbytes, scaled, pair)))
             note(f"{name}: miraccl {rows[-1][1] * 1e6:.1f} us")
@@ -424,6 +448,7 @@ def main() -> None:
         results[name] = {"perftest_us": theirs, "miraccl_us": own, "ratio": ratio, "rows": rows}
         lines.append(f"{name:16} {theirs:12.1f} {own:12.1f} {ratio:7.2f}")
         print(lines[-1], flush=True)
+    set_loss("")
     if args.out:
         common.save(args.out, {"kernel": os.uname().release, "cases": results}, "\n".join(lines))
     else:

@@ -13,23 +13,24 @@ import pytest
 from miraccl import clock
 from miraccl.proxy.kernels import link_layout as layout
 from miraccl.proxy.kernels.progress_engine import DRIVE_HAND_OVER, DRIVE_POLL, DRIVE_POSTED
-from miraccl.proxy.stream_engine import ProgressEngine
+from miraccl.sim.verbs_wire import Wire
+from miraccl.transport.base import FifoPair
 from miraccl.transport.ends import RecvEnd, SendEnd
 from miraccl.transport.fifo import PrivateMemory, native_atomics
+from miraccl.transport.verbs_packets import PairKind
 from miraccl.wire.stream import MIN_SEGMENT_BYTES
 from tests.transport.conformance import WAIT_S, World
 from tests.transport.socket_world import build_world
+from tests.transport.verbs_world import build_verbs_world
 
 
 class Rank:
     """One rank with its engine and its ends of the pair."""
 
-    def __init__(self, world: World, rank: int) -> None:
-        transport: Any = world.transports[rank]
-        self.engine: ProgressEngine = transport._proxy
+    def __init__(self, engine: Any, pair: FifoPair) -> None:
+        self.engine = engine
         function, self.argument = self.engine.driver(overlap=False)
         self._drive = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(function)
-        pair = transport._connected[1 - rank]
         atomics = native_atomics()
         self.send, self.recv = SendEnd(pair.send, atomics), RecvEnd(pair.recv, atomics)
 
@@ -59,13 +60,32 @@ def wait_for(condition: Callable[[], bool]) -> None:
         assert clock.monotonic() < deadline, "nothing comes"
 
 
-@pytest.fixture
-def ranks():
-    world = build_world(2)
+def connect(world: World) -> list[FifoPair]:
+    """Connect two ranks; return their ends."""
     infos = {rank: t.setup() for rank, t in world.transports.items()}
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda r: world.transports[r].connect({1 - r: infos[1 - r]}), range(2)))
-    yield [Rank(world, rank) for rank in range(2)]
+        made = pool.map(lambda r: world.transports[r].connect({1 - r: infos[1 - r]}), range(2))
+        return [pairs[1 - rank] for rank, pairs in enumerate(made)]
+
+
+@pytest.fixture
+def tcp_ranks():
+    world = build_world(2)
+    pairs = connect(world)
+    yield [Rank(world.transports[rank]._proxy, pair) for rank, pair in enumerate(pairs)]
+    world.close()
+
+
+@pytest.fixture(params=["tcp", "rc", "ud"])
+def ranks(request):
+    if request.param == "tcp":
+        yield request.getfixturevalue("tcp_ranks")
+        return
+    kind = None if request.param == "rc" else PairKind.UD
+    world = build_verbs_world(2, kind=kind)
+    pairs = connect(world)
+    engines: Any = world.packet_engines if kind else world.engines
+    yield [Rank(engines[rank], pair) for rank, pair in enumerate(pairs)]
     world.close()
 
 
@@ -90,8 +110,9 @@ def test_the_thread_takes_over_from_an_executor_that_stops(ranks):
         assert ranks[1].receive(drives=False) == bytes([turn])
 
 
-def test_the_thread_goes_on_with_a_message_that_an_executor_has_begun(ranks):
+def test_the_thread_goes_on_with_a_message_that_an_executor_has_begun(tcp_ranks):
     """The executor drives once, which moves a bounded number of bytes, and never comes back."""
+    ranks = tcp_ranks
     nbytes = 3 << 20  # the kernel takes all of it, so that no event follows
     memory = PrivateMemory(nbytes), PrivateMemory(nbytes)
     link, asleep = ranks[0].engine._peers[1].memory, ranks[0].engine.asleep
@@ -105,6 +126,28 @@ def test_the_thread_goes_on_with_a_message_that_an_executor_has_begun(ranks):
     ranks[0].send.post_address(memory[0].address, nbytes)
     ranks[0].drive(DRIVE_POSTED)
     wait_for(lambda: ranks[1].recv.peek() is not None)
+
+
+def test_the_thread_repeats_a_packet_that_an_executor_has_sent():
+    """A packet is lost, and the executor that has sent it never comes back."""
+    lost = []
+
+    def fate(pair, request):
+        lose = lost == [] and request.nbytes > 2000
+        lost.extend([request] * lose)
+        return () if lose else (0,)
+
+    world = build_verbs_world(2, kind=PairKind.UD, wire=Wire(fate=fate))
+    ranks = [Rank(world.packet_engines[r], pair) for r, pair in enumerate(connect(world))]
+    asleep = ranks[0].engine.asleep
+    wait_for(lambda: native_atomics().load_acquire(asleep) == 1)
+    ranks[0].send.end = replace(ranks[0].send.end, doorbell=-1)  # it drives instead
+    assert ranks[0].send.post(b"x" * 3000)
+    while not ranks[0].drive(DRIVE_POSTED):
+        pass
+    assert ranks[1].receive(drives=False) == b"x" * 3000
+    assert lost
+    world.close()
 
 
 def test_links_belong_to_one_thread_at_a_time(ranks):

@@ -31,7 +31,9 @@ def test_immediates_name_every_row_of_a_full_window() -> None:
         processed = draw.choice((0, 1, rows.SEQUENCE_MASK, 1 << 40)) + draw.randrange(200)
         stream = draw.randrange(rows.MAX_STREAMS)
         for sequence in (processed + 1, processed + rows.NROWS):
-            immediate = rows.encode_immediate(stream, sequence)
+            count = draw.randrange(1, rows.NROWS + 1)
+            immediate = rows.encode_immediate(stream, sequence, count)
+            assert rows.immediate_count(immediate) == count
             assert 0 <= immediate < 1 << 32
             assert rows.immediate_stream(immediate) == stream
             low = immediate & rows.SEQUENCE_MASK
@@ -202,7 +204,7 @@ def test_description_survives_its_encoding() -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (b'"version": 1', b'"version": 2'),
+        (b'"version": 2', b'"version": 1'),
         (b'"keys": [9]', b'"keys": []'),
         (b"[17, 3]", b"[16777216, 3]"),
         (b'"slot_bytes": 8192', b'"slot_bytes": 1000'),

@@ -17,7 +17,8 @@ from miraccl.transport.fifo import check_slot_bytes
 from miraccl.wire.verbs.gids import PortGid
 from miraccl.wire.verbs.rows import MAX_DEVICES, MAX_STREAMS
 
-VERSION = 1
+#: 2: an immediate names several rows.
+VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,6 +62,7 @@ from miraccl.proxy.kernels.progress_engine import (
     close_link,
     doze,
     link_at,
+    moves_much,
     needs_python,
     release,
     ring,
@@ -291,6 +292,8 @@ def drive(engine: int, mode: int, unused: int, unused2: int) -> int:
         if load_acquire(engine + layout.ENGINE_DOZING) != 0:
             ring(engine)
         return 1
+    if load(engine + layout.ENGINE_OVERLAP) != 0 and moves_much(engine):
+        return 0
     if exchange(engine + layout.ENGINE_LOCK, 1) != 0:
         return 0
     port, driven = load(engine + layout.ENGINE_PORT), engine + layout.ENGINE_DRIVEN

@@ -1,10 +1,11 @@
 """Rows and immediates: the unit in which everything but payload travels over queue pairs.
 
 A row is 128 bytes that the sender writes by RDMA into a ring in the receiver's memory, with an
-immediate that names it. Rows belong to a *stream*; stream s starts on queue pair s and moves to
-another one when that fails. The rows of a stream are numbered from 1, and row ``n`` has place
-``(n - 1) % NROWS`` of the stream's ring. The receiver marks the row that an immediate names and
-processes rows in the order of their numbers, so it does not depend on the order of completions.
+immediate that names it and those before it in the same request. Rows belong to a *stream*; stream
+s starts on queue pair s and moves to another one when that fails. The rows of a stream are numbered
+from 1, and row ``n`` has place ``(n - 1) % NROWS`` of the stream's ring. The receiver marks the
+rows that an immediate names and processes rows in the order of their numbers, so it does not depend
+on the order of completions.
 
 | byte | field |
 |---|---|
@@ -44,18 +45,35 @@ KIND_GONE: Final = 7
 #: Places of a payload. The sender decides, by the CTS that it has seen.
 IN_ROW, IN_SLOT, IN_POSTED = 1, 2, 3
 
-SEQUENCE_BITS: Final = 24
+SEQUENCE_BITS: Final = 18
 SEQUENCE_MASK: Final = (1 << SEQUENCE_BITS) - 1
+COUNT_BITS: Final = 6
+#: Rows of one request, which lie side by side in the ring.
+BATCH_ROWS: Final = 8
+#: Payload bytes after which the rows of a request are posted: the first message is complete on the
+#: wire and not announced meanwhile, for 2.6 us at 400 Gbit/s.
+BATCH_BYTES: Final = 1 << 17
 
 
-def encode_immediate(stream: int, sequence: int) -> int:
-    """Return the 32 bits that name a row: 8 of the stream, 24 of its number."""
-    return (stream << SEQUENCE_BITS) | (sequence & SEQUENCE_MASK)
+def encode_immediate(stream: int, sequence: int, count: int) -> int:
+    """Return the 32 bits that name ``count`` rows, the last of them ``sequence``: 8 bits of the
+    stream, 6 of the count less one, 18 of the number.
+    """
+    return (
+        (stream << (COUNT_BITS + SEQUENCE_BITS))
+        | ((count - 1) << SEQUENCE_BITS)
+        | (sequence & SEQUENCE_MASK)
+    )
 
 
 def immediate_stream(immediate: int) -> int:
     """Return the stream of an immediate."""
-    return (immediate >> SEQUENCE_BITS) & 0xFF
+    return (immediate >> (COUNT_BITS + SEQUENCE_BITS)) & 0xFF
+
+
+def immediate_count(immediate: int) -> int:
+    """Return the number of rows that an immediate names."""
+    return ((immediate >> SEQUENCE_BITS) & ((1 << COUNT_BITS) - 1)) + 1
 
 
 def expand_sequence(low: int, mask: int, processed: int) -> int:

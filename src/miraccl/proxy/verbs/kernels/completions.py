@@ -28,7 +28,12 @@ from miraccl.proxy.verbs.kernels.posting import (
     swap32,
 )
 from miraccl.wire.verbs import rows
-from miraccl.wire.verbs.rows import expand_done, expand_sequence, immediate_stream
+from miraccl.wire.verbs.rows import (
+    expand_done,
+    expand_sequence,
+    immediate_count,
+    immediate_stream,
+)
 
 #: Value of STREAM_PAUSED while the queue pair of a stream is replaced.
 PAUSED = 1
@@ -182,7 +187,7 @@ def process_rows(conn: int, index: int) -> None:
 
 @inline
 def on_immediate(conn: int, immediate: int) -> None:
-    """Mark the row that an immediate names."""
+    """Mark the rows that an immediate names."""
     link, index = load(conn + layout.CONN_LINK), immediate_stream(immediate)
     if index >= load(conn + layout.CONN_NSTREAMS):
         contradict(link, layout.BAD_ROW, 0, index, immediate)
@@ -190,11 +195,14 @@ def on_immediate(conn: int, immediate: int) -> None:
     route = route_of(conn, index)
     processed = load(route + layout.STREAM_PROCESSED)
     sequence = expand_sequence(immediate & rows.SEQUENCE_MASK, rows.SEQUENCE_MASK, processed)
-    bit = 1 << ((sequence - 1) & (rows.NROWS - 1))
-    if sequence > processed + rows.NROWS or load(route + layout.STREAM_ARRIVED) & bit != 0:
+    first, bits = sequence - immediate_count(immediate), 0
+    for number in range(first, sequence):
+        bits = bits | 1 << (number & (rows.NROWS - 1))
+    arrived = load(route + layout.STREAM_ARRIVED)
+    if first < processed or sequence > processed + rows.NROWS or arrived & bits != 0:
         contradict(link, layout.BAD_ROW, 0, index, sequence)
-        return
-    store(route + layout.STREAM_ARRIVED, load(route + layout.STREAM_ARRIVED) | bit)
+    else:
+        store(route + layout.STREAM_ARRIVED, arrived | bits)
 
 
 # ---- completions

@@ -303,39 +303,67 @@ def next_row(conn: int, index: int) -> int:
 
 @inline
 def append_row(conn: int, index: int, kind: int, placement: int, signal: bool, apart: bool) -> None:
-    """Append the row at ``next_row`` to the requests, behind its payload if it has one; ``apart``:
-    its immediate in a request without bytes, as adaptive routing may reorder all other packets.
+    """Add the row at ``next_row`` to the batch, behind its payload if it has one.
+
+    ``signal``: its completion is awaited. ``apart``: its immediate has a request without bytes, as
+    adaptive routing may reorder all other packets.
     """
-    route = route_of(conn, index)
-    number = load(route + layout.STREAM_QP)
-    qp = qp_of(conn, number)
+    engine, route = load(conn + layout.CONN_ENGINE), route_of(conn, index)
     row = next_row(conn, index)
     sequence = load(route + layout.STREAM_POSTED_ROWS) + 1
     processed = load(route + layout.STREAM_PROCESSED)
     store(row + rows.ROW_SEQUENCE, sequence)
     store(row + rows.ROW_FLAGS, row_flags(kind, placement, index, processed))
-    unsignaled = load(qp + layout.QP_UNSIGNALED) + 1
-    flags = SOLICITED
-    if signal or unsignaled >= layout.SIGNAL_ROWS:
+    store(route + layout.STREAM_POSTED_ROWS, sequence)
+    store(route + layout.STREAM_REPORTED, processed)
+    count = load(engine + layout.ENGINE_BATCH) + 1
+    store(engine + layout.ENGINE_BATCH, count)
+    if signal:
+        store(engine + layout.ENGINE_BATCH_SIGNAL, 1)
+    if apart:
+        store(engine + layout.ENGINE_BATCH_APART, 1)
+    if (
+        count == rows.BATCH_ROWS
+        or sequence & (rows.NROWS - 1) == 0  # the end of the ring
+        or load(engine + layout.ENGINE_BATCH_BYTES) >= rows.BATCH_BYTES
+    ):
+        append_batch(conn, index)
+
+
+@inline
+def append_batch(conn: int, index: int) -> None:
+    """Append one request for the rows of the batch."""
+    engine, route = load(conn + layout.CONN_ENGINE), route_of(conn, index)
+    count = load(engine + layout.ENGINE_BATCH)
+    if count == 0:
+        return
+    number, sequence = load(route + layout.STREAM_QP), load(route + layout.STREAM_POSTED_ROWS)
+    qp = qp_of(conn, number)
+    place = index * rows.NROWS + ((sequence - count) & (rows.NROWS - 1))
+    row = load(conn + layout.CONN_ROWS_OUT) + place * rows.ROW_BYTES
+    target = load(conn + layout.CONN_PEER_ROWS) + place * rows.ROW_BYTES
+    nbytes, key = count * rows.ROW_BYTES, load(qp + layout.QP_KEY)
+    unsignaled, flags = load(qp + layout.QP_UNSIGNALED) + count, SOLICITED
+    if load(engine + layout.ENGINE_BATCH_SIGNAL) != 0 or unsignaled >= layout.SIGNAL_ROWS:
         flags = flags | SIGNALED
         unsignaled = 0
-    flags = flags | swap32(encode_immediate(index, sequence)) << 32
-    inline_flag, key = load(conn + layout.CONN_INLINE), load(qp + layout.QP_KEY)
-    ring = index * rows.NROWS + ((sequence - 1) & (rows.NROWS - 1))
-    target = load(conn + layout.CONN_PEER_ROWS) + ring * rows.ROW_BYTES
-    if apart:
-        wr = append_request(conn, number, row, rows.ROW_BYTES, key, WR_WRITE, inline_flag)
+    store(qp + layout.QP_UNSIGNALED, unsignaled)
+    flags = flags | swap32(encode_immediate(index, sequence, count)) << 32
+    inline_flag = load(conn + layout.CONN_INLINE) if count == 1 else 0
+    if load(engine + layout.ENGINE_BATCH_APART) != 0:
+        wr = append_request(conn, number, row, nbytes, key, WR_WRITE, inline_flag)
         store(wr + WR_REMOTE, target)
         store(wr + WR_RKEY, load(qp + layout.QP_PEER_KEY))
         wr = append_request(conn, number, row, 0, key, WR_WRITE_WITH_IMM, flags)
     else:
         flags = flags | inline_flag
-        wr = append_request(conn, number, row, rows.ROW_BYTES, key, WR_WRITE_WITH_IMM, flags)
+        wr = append_request(conn, number, row, nbytes, key, WR_WRITE_WITH_IMM, flags)
     store(wr + WR_REMOTE, target)
     store(wr + WR_RKEY, load(qp + layout.QP_PEER_KEY))
-    store(qp + layout.QP_UNSIGNALED, unsignaled)
-    store(route + layout.STREAM_POSTED_ROWS, sequence)
-    store(route + layout.STREAM_REPORTED, processed)
+    store(engine + layout.ENGINE_BATCH, 0)
+    store(engine + layout.ENGINE_BATCH_BYTES, 0)
+    store(engine + layout.ENGINE_BATCH_SIGNAL, 0)
+    store(engine + layout.ENGINE_BATCH_APART, 0)
 
 
 @inline
@@ -376,6 +404,9 @@ def append_payload(conn: int, index: int, entry: int, placement: int) -> bool:
     wr = append_request(conn, number, payload, length, lkey, WR_WRITE, 0)
     store(wr + WR_REMOTE, target + offset)
     store(wr + WR_RKEY, rkey)
+    engine = load(conn + layout.CONN_ENGINE)
+    batched = load(engine + layout.ENGINE_BATCH_BYTES) + length
+    store(engine + layout.ENGINE_BATCH_BYTES, batched)
     return True
 
 
@@ -421,19 +452,23 @@ def post_stream(conn: int, index: int) -> bool:
         slot = load(stream + link_layout.STREAM_HEAD) + load(route + layout.STREAM_POSTED_ENTRIES)
         slot = slot & (layout.NQUEUE - 1)
         entry = stream + link_layout.STREAM_QUEUE + slot * link_layout.ENTRY_BYTES
+        # The request of its row has this number or a later one, and earlier rows an earlier one.
+        request = load(qp + layout.QP_POSTED) + 1
         going = append_entry(conn, index, entry)
         if going:
-            store(route + layout.STREAM_ENTRY_WR + 8 * slot, load(qp + layout.QP_POSTED))
+            store(route + layout.STREAM_ENTRY_WR + 8 * slot, request)
             posted = load(route + layout.STREAM_POSTED_ROWS)
             store(route + layout.STREAM_ENTRY_ROW + 8 * slot, posted)
             posted = load(route + layout.STREAM_POSTED_ENTRIES)
             store(route + layout.STREAM_POSTED_ENTRIES, posted + 1)
             found = True
             if load(engine + layout.ENGINE_CHAIN) + layout.MAX_FRAME_WRS > layout.NCHAIN:
+                append_batch(conn, index)
                 going = post_requests(conn, number)
     unreported = load(route + layout.STREAM_PROCESSED) - load(route + layout.STREAM_REPORTED)
     if unreported >= rows.REPORT_ROWS and has_room(conn, index, 0):
         append_row(conn, index, rows.KIND_CREDIT, 0, False, False)
+    append_batch(conn, index)
     post_requests(conn, number)
     return found
 
@@ -486,6 +521,7 @@ def post_special(conn: int, arguments: int) -> int:
         return 0
     memcpy(next_row(conn, index), arguments + 16, rows.ROW_BYTES)
     append_row(conn, index, kind, 0, True, False)
+    append_batch(conn, index)
     return 1 if post_requests(conn, load(route_of(conn, index) + layout.STREAM_QP)) else 0
 
 
@@ -503,4 +539,5 @@ def post_abort(conn: int, arguments: int) -> int:
         store(wr + WR_REMOTE, load(conn + layout.CONN_PEER_TEXT))
         store(wr + WR_RKEY, load(qp + layout.QP_PEER_KEY))
     append_row(conn, index, rows.KIND_FRAME, 0, True, False)
+    append_batch(conn, index)
     return 1 if post_requests(conn, number) else 0

@@ -42,7 +42,11 @@ NCHAIN = 32
 ENGINE_SGES = ENGINE_SEND_WR + NCHAIN * SEND_WR_BYTES  # their ibv_sge
 SGE_BYTES = 16
 ENGINE_CHAIN = ENGINE_SGES + NCHAIN * SGE_BYTES
-ENGINE_RECV_WR = ENGINE_CHAIN + 16
+#: Rows that are written and have no request yet, the bytes of their payloads, 1 if one of them
+#: wants a completion, 1 if the immediate has a request of its own.
+ENGINE_BATCH, ENGINE_BATCH_BYTES = ENGINE_CHAIN + 8, ENGINE_CHAIN + 16
+ENGINE_BATCH_SIGNAL, ENGINE_BATCH_APART = ENGINE_CHAIN + 24, ENGINE_CHAIN + 32
+ENGINE_RECV_WR = ENGINE_CHAIN + 48
 ENGINE_ROW = ENGINE_RECV_WR + 32  # copy of the row that is being processed
 ENGINE_DEVICES = ENGINE_ROW + ROW_BYTES
 DEVICE_PD, DEVICE_POLL_CQ, DEVICE_REQ_NOTIFY = 0, 8, 16
