@@ -70,7 +70,7 @@ def connect(world: World) -> list[FifoPair]:
 
 @pytest.fixture
 def tcp_ranks():
-    world = build_world(2)
+    world: Any = build_world(2)
     pairs = connect(world)
     yield [Rank(world.transports[rank]._proxy, pair) for rank, pair in enumerate(pairs)]
     world.close()
@@ -130,7 +130,7 @@ def test_the_thread_goes_on_with_a_message_that_an_executor_has_begun(tcp_ranks)
 
 def test_the_thread_repeats_a_packet_that_an_executor_has_sent():
     """A packet is lost, and the executor that has sent it never comes back."""
-    lost = []
+    lost: list[object] = []
 
     def fate(pair, request):
         lose = lost == [] and request.nbytes > 2000

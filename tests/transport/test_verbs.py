@@ -14,7 +14,7 @@ from miraccl.errors import SystemFailure
 from miraccl.native import verbs_abi as abi
 from miraccl.proxy.kernels.progress_engine import DRIVE_POLL
 from miraccl.runtime.window import WindowAllocator
-from miraccl.sim.verbs_wire import Wire
+from miraccl.sim.verbs_wire import Request, Wire
 from miraccl.transport.fifo import Mode, PrivateMemory, memory_at
 from miraccl.transport.registry import VERBS
 from miraccl.transport.verbs import VerbsOptions
@@ -126,7 +126,7 @@ def test_control_rows_have_a_traffic_class_of_their_own(make):
     """With ``NCCL_IB_FIFO_TC`` a CTS never waits behind payload (nccl PR#1194)."""
     options = VerbsOptions(qps_per_connection=2, control_class=96, qp=QpSettings(traffic_class=32))
     world = make(options=options)
-    requests = {32: [], 96: []}
+    requests: dict[int, list[Request]] = {32: [], 96: []}
     world.verbs.wire.on_deliver = lambda pair, request: requests[pair.traffic_class].append(request)
     transfer(world, 1 << 18, count=3)
     assert sum(request.nbytes for request in requests[32]) >= 3 << 18
