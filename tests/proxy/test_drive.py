@@ -13,6 +13,7 @@ import pytest
 from miraccl import clock
 from miraccl.proxy.kernels import link_layout as layout
 from miraccl.proxy.kernels.progress_engine import DRIVE_HAND_OVER, DRIVE_POLL, DRIVE_POSTED
+from miraccl.proxy.verbs.packet_engine import VerbsDatagramEngine
 from miraccl.sim.verbs_wire import Wire
 from miraccl.transport.base import FifoPair
 from miraccl.transport.ends import RecvEnd, SendEnd
@@ -77,7 +78,8 @@ def tcp_ranks():
 
 
 @pytest.fixture(params=["tcp", "rc", "ud"])
-def ranks(request):
+def ranks(request, monkeypatch):
+    monkeypatch.setattr(VerbsDatagramEngine, "can_be_driven", True)
     if request.param == "tcp":
         yield request.getfixturevalue("tcp_ranks")
         return
@@ -128,7 +130,7 @@ def test_the_thread_goes_on_with_a_message_that_an_executor_has_begun(tcp_ranks)
     wait_for(lambda: ranks[1].recv.peek() is not None)
 
 
-def test_the_thread_repeats_a_packet_that_an_executor_has_sent():
+def test_the_thread_repeats_a_packet_that_an_executor_has_sent(monkeypatch):
     """A packet is lost, and the executor that has sent it never comes back."""
     lost: list[object] = []
 
@@ -137,6 +139,7 @@ def test_the_thread_repeats_a_packet_that_an_executor_has_sent():
         lost.extend([request] * lose)
         return () if lose else (0,)
 
+    monkeypatch.setattr(VerbsDatagramEngine, "can_be_driven", True)
     world = build_verbs_world(2, kind=PairKind.UD, wire=Wire(fate=fate))
     ranks = [Rank(world.packet_engines[r], pair) for r, pair in enumerate(connect(world))]
     asleep = ranks[0].engine.asleep
