@@ -155,7 +155,8 @@ def measure_aggregators(options: dict[str, Any]) -> dict[str, Any]:
     call = prepare(spec.ALL_REDUCE, comm._core.reader, (x, None, _miraccl().SUM))
     plan = comm._core.planner.make_run(call.request)
     chosen = aggregation.accepts(spec.ALL_REDUCE, call)
-    direct, through = aggregation.lines()[:2]
+    form = aggregation._best_form(call.request)
+    direct, through = (aggregation.lines()[number] for number in (0, form + 1))
 
     def reset() -> None:
         x[:] = 1
@@ -174,8 +175,13 @@ def measure_aggregators(options: dict[str, Any]) -> dict[str, Any]:
         "star predicted": through.predict_us(x.nbytes) / 1e3,
         "without predicted": direct.predict_us(x.nbytes) / 1e3,
     }
+    errors = {
+        f"{name} error %": 100 * (predicted[f"{name} predicted"] / times[name] - 1)
+        for name in ("without", "star")
+    }
     algo = comm._core.planner.choice_of(plan.address).algo
-    return {"rows": [{**times, **predicted, "algo": algo, "chosen": bool(chosen), "right": right}]}
+    row = {**times, **predicted, **errors, "algo": algo, "chosen": bool(chosen), "right": right}
+    return {"rows": [row]}
 
 
 MEASUREMENTS = {"sums": measure_sums, "coo": measure_coo, "aggregators": measure_aggregators}
