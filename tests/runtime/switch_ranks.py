@@ -57,6 +57,23 @@ def operations() -> list[str]:
     return sorted(set(found))
 
 
+def collnet() -> list[tuple[str, str]]:
+    """Run operations for which NCCL_ALGO names CollNet, and one for which it does not."""
+    found = []
+    with miraccl.init() as comm:
+
+        def plan() -> tuple[str, str]:
+            last: Any = comm.last_plan
+            return last.algo, last.reason
+
+        x = np.arange(5000, dtype=np.float32)
+        assert np.array_equal(comm.all_reduce(x.copy()), comm.nranks * x)
+        found.append(plan())
+        assert np.array_equal(comm.all_gather(x), np.tile(x, comm.nranks))
+        found.append(plan())
+    return found
+
+
 def check_fairness(first: Any, second: Any) -> None:
     """Check that neither of two communicators gets all of the switch."""
     works = [

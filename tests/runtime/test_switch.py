@@ -13,6 +13,8 @@ import pytest
 
 from miraccl.bootstrap.switch import SwitchRequest, parse_address
 from miraccl.errors import InvalidUsage
+from miraccl.planning.nccl_hints import collnet_hints
+from miraccl.types import Collective
 from tests.runtime import switch_ranks
 from tests.support.ranks import run_ranks
 
@@ -50,6 +52,26 @@ def test_operations_of_two_communicators() -> None:
     with switch() as (address, _):
         results = run_ranks(switch_ranks.operations, 2, env=environ(address))
     assert results == [["star", "star_gather", "star_scatter"]] * 2
+
+
+def test_collnet_is_executed() -> None:
+    """A collective whose plan is CollNet runs through the switch, without a measurement."""
+    with switch() as (address, _):
+        asked = {"NCCL_ALGO": "allreduce:CollNetChain"}
+        for mode in ("auto", "never"):
+            env = environ(address) | asked | {"MIRACCL_AGGREGATION": mode}
+            for sums, gathers in run_ranks(switch_ranks.collnet, 2, env=env):
+                through = sums == ("star", "aggregators were requested (NCCL_ALGO=CollNetChain)")
+                assert through is (mode == "auto")
+                if mode == "never":
+                    assert "star" not in gathers[0]
+
+
+def test_collnet_hints() -> None:
+    assert collnet_hints("allreduce:CollNetDirect") == {Collective.ALL_REDUCE: "CollNetDirect"}
+    assert set(collnet_hints("CollNetChain,CollNetDirect").values()) == {"CollNetDirect"}
+    assert collnet_hints("Ring,CollNetDirect") == collnet_hints("^Ring") == {}
+    assert collnet_hints("nonsense") == {}
 
 
 def test_death(tmp_path: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from miraccl.errors import InvalidUsage
+from miraccl.planning.nccl_hints import read_collnet
 from miraccl.runtime.dispatch import Dispatcher
+from miraccl.runtime.rendezvous import start_deadline
 from miraccl.runtime.setup_phases import SetupPhases
+from miraccl.types import Collective
 
 if TYPE_CHECKING:
     from miraccl.bootstrap.contract import Session
@@ -23,6 +27,8 @@ class Aggregators(Dispatcher):
     def use_aggregators(self, wide: Any, aggregators: int, mode: str) -> None:
         """Send sums through the last members of ``wide``, which this communicator owns from now on.
 
+        Collective. ``NCCL_ALGO`` of rank 0 hands them the collectives for which it names CollNet.
+
         Args:
             wide: Communicator of these ranks and, after them, the aggregators.
             aggregators: Number of aggregators.
@@ -33,7 +39,10 @@ class Aggregators(Dispatcher):
         """
         from miraccl.runtime.aggregation import Aggregation  # late: few programs need it
 
-        self._aggregation = Aggregation(self._core, wide._core, aggregators, mode)
+        own = json.dumps({int(each): name for each, name in read_collnet().items()})
+        first = self._core.session.all_gather(own.encode(), "aggregation", start_deadline())[0]
+        requested = {Collective(int(each)): name for each, name in json.loads(first).items()}
+        self._aggregation = Aggregation(self._core, wide._core, aggregators, mode, requested)
 
     def use_switch(self, addresses: str, mode: str = "auto") -> None:
         """Add an aggregator of each switch, for all_reduce, reduce_scatter and all_gather.

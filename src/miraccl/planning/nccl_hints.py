@@ -90,6 +90,30 @@ def hinted_algorithms(text: str) -> dict[Collective, str]:
     return _translate(text, labels, _ALGORITHMS, "NCCL_ALGO")
 
 
+def collnet_hints(text: str) -> dict[Collective, str]:
+    """Return the collectives for which ``text`` allows algorithms of CollNet alone, and which.
+
+    They run through the aggregators of a communicator; without them the hint has no effect.
+    """
+    labels = {algo: algo.label for algo in NcclAlgorithm}
+    try:
+        parsed = parse_constraints(text, labels, "NCCL_ALGO")
+    except InvalidUsage:
+        return {}  # ``hinted_algorithms`` logs it
+    result = {}
+    for collective, wishes in parsed.items():
+        allowed = [algo for algo in NcclAlgorithm if wishes[algo] is not Constraint.EXCLUDED]
+        if allowed and all(algo.uses_collnet for algo in allowed):
+            result[collective] = allowed[0].label
+    return result
+
+
+def read_collnet(environ: Mapping[str, str] | None = None) -> dict[Collective, str]:
+    """Return the result of ``collnet_hints`` for ``NCCL_ALGO``; empty if MIRACCL_ALGO is set."""
+    value, source = params.ALGO.resolve(environ)
+    return collnet_hints(value) if source == "NCCL_ALGO" else {}
+
+
 def cpu_protocol(protocols: Mapping[Collective, str]) -> str:
     """Return the suggested protocol of CPU ranks, one for all collectives, or an empty string."""
     hinted = {protocols.get(collective, "") for collective in TUNED}

@@ -11,7 +11,7 @@ with each form and without before the first operation, and choose by lines throu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,9 @@ ADVANTAGE = 1.05
 #: Modes that name a schedule.
 FORMS = ("star", "two_level", "rail_trees")
 MAX_RUNS = 64
+#: NCCL's algorithm in which every local rank sends a share to the network, and its counterpart
+COLLNET_DIRECT, COLLNET_DIRECT_FORM = "CollNetDirect", "rail_trees"
+NO_REQUEST: Mapping[Collective, str] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,15 +124,22 @@ class Aggregation:
         wide: The communicator of ranks and aggregators; owned by this object.
         aggregators: Number of aggregators, the last members of ``wide``.
         mode: One of ``params.AGGREGATIONS``.
+        requested: Collectives that the mode ``auto`` hands to the aggregators without measuring,
+            and NCCL's name of the algorithm that was asked for; the same on all ranks.
 
     Raises:
         InvalidUsage: The mode names a schedule that does not fit the ranks and aggregators.
     """
 
     def __init__(
-        self, core: CommunicatorCore, wide: CommunicatorCore, aggregators: int, mode: str
+        self,
+        core: CommunicatorCore,
+        wide: CommunicatorCore,
+        aggregators: int,
+        mode: str,
+        requested: Mapping[Collective, str] = NO_REQUEST,
     ) -> None:
-        self._core, self._wide, self._mode = core, wide, mode
+        self._core, self._wide, self._mode, self._requested = core, wide, mode, requested
         self._runs = AggregatorRuns(wide, aggregators)
         names = [form.name for form in self._runs.forms(Collective.ALL_REDUCE)]
         if mode in FORMS and mode not in names:
@@ -140,6 +150,8 @@ class Aggregation:
             )
         #: number of the form of all_reduce that the mode names
         self._form = names.index(mode) if mode in FORMS else 0
+        if requested.get(Collective.ALL_REDUCE) == COLLNET_DIRECT and COLLNET_DIRECT_FORM in names:
+            self._form = names.index(COLLNET_DIRECT_FORM)
         #: by collective, the times without the aggregators and of each form with them
         self._lines: dict[Collective, list[Line]] = {}
 
@@ -154,7 +166,7 @@ class Aggregation:
             return False
         if not self.handles(spec):
             return False
-        if self._mode != "auto":
+        if self._mode != "auto" or spec.collective in self._requested:
             return True
         nbytes = call.request.count * call.request.dtype.itemsize
         lines = self.lines(spec)
@@ -275,7 +287,10 @@ class Aggregation:
         nbytes = request.count * request.dtype.itemsize
         lines = self._lines.get(request.collective)
         if lines is None:
-            time, reason = 0.0, f"aggregators were requested (MIRACCL_AGGREGATION={self._mode})"
+            setting = f"MIRACCL_AGGREGATION={self._mode}"
+            if self._mode == "auto":
+                setting = f"NCCL_ALGO={self._requested[request.collective]}"
+            time, reason = 0.0, f"aggregators were requested ({setting})"
         else:
             other, time = (lines[number].predict_us(nbytes) for number in (0, form + 1))
             reason = f"{other / time:.2f} times faster than without aggregators, by measurement"
