@@ -155,17 +155,20 @@ def measure_density(
             took = timer.slowest(took)
             if turn > 1:
                 times[name].append(took)
-    plan = comm.last_plan
     want, got = original.clone(), original.clone()
     comm.all_reduce(want)
     comm.all_reduce_sparse(got)
     torch.cuda.synchronize()
+    plan = comm.last_plan
     right = bool(
         torch.equal(got.view(torch.int32), want.view(torch.int32))
         if comm.nranks == 2
         else torch.allclose(got, want, rtol=1e-5, atol=1e-5)
     )
-    row: dict[str, Any] = {"density": density, "rows": "one run" if contiguous else "random"}
+    row: dict[str, Any] = {
+        "density": f"{density:.1%}",
+        "rows": "one run" if contiguous else "random",
+    }
     row |= {f"{name} us": statistics.median(found) for name, found in times.items()}
     row["ratio"] = row["dense us"] / row["sparse us"]
     return row | measure_parts(timer, original, x, repeats) | {"right": right, "plan": plan.reason}

@@ -224,6 +224,25 @@ def test_too_many_rows_open_the_gate(one_rank: bool) -> None:
     assert [exchange.machine.launches(rank) for rank in range(2)] == [7, 7]
 
 
+@pytest.mark.parametrize("density", [0.1, 0.95])
+def test_sample(density: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose sample has too many rows stops early; that is no error of the estimate."""
+
+    def changed(spec: KernelSpec, arch: int, machine: str | None = None) -> str:
+        text = write_source(spec, arch, machine)
+        return text.replace("MIN_SAMPLES 64", "MIN_SAMPLES 1").replace("SHARE 16", "SHARE 4")
+
+    monkeypatch.setitem(vars(emulator), "write_source", changed)
+    exchange = EmulatedExchange(2, 16 * CHUNK, 128)
+    for number in range(3):
+        inputs = sparse_inputs(2, 16 * CHUNK // 4, DType.FLOAT32, density, number)
+        check(exchange, inputs, DType.FLOAT32)
+        assert exchange.result(0).by_rows is (density < 0.5)
+        # far from all rows were found, and the count is above the limit
+        if density > 0.5:
+            assert min(exchange.result(0).sent) > 128
+
+
 def many_errors(seed: int, calls: int = 4) -> list[str]:
     """Run calls in a row, ranks unsynchronised, and return their differences."""
     exchange = EmulatedExchange(2, 4 * CHUNK, 64, timeout_s=60.0)

@@ -18,11 +18,11 @@ from miraccl.planning.sparse_planner import SparseCandidate
 from miraccl.schedule import catalog
 
 #: Bytes per microsecond: of a link in one direction, from all_reduce of 256 MiB on 2, 4 and 8 H200
-#: (docs/measurements.md: 352 to 356); of a scan, and of memory that is read and written, from an
-#: H100, whose memory is slower than an H200's.
-LINK, SCAN, MEMORY = 355e3, 2.9e6, 2.4e6
+#: (docs/measurements.md: 352 to 356); of a scan and of rows that are summed, from 256 MiB on two
+#: H200 (bench/sparse.py).
+LINK, SCAN, MEMORY = 355e3, 4.1e6, 1.8e6
 #: Launches, op records and the wait for the slowest rank, of rows and of the dense sum.
-ROWS_US, DENSE_US = 16.0, 8.0
+ROWS_US, DENSE_US = 22.0, 8.0
 #: Most bytes of the lists in a workspace, as a share of the array.
 LIST_SHARE = 0.5
 #: Smallest array for which a workspace is made; sizes are powers of two.

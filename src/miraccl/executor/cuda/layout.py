@@ -292,10 +292,9 @@ def row_args_bytes(nranks: int) -> int:
 #: the smallest row that one store instruction sends as whole 128-byte lines.
 SPARSE_ROW_BYTES, SPARSE_CHUNK_BYTES = 256, 4096
 #: Head of the workspace: words that its rank writes, and per peer the operations that it has
-#: finished. The rank's own: operations finished, rows sent and rows summed in this one, ticket.
-SPARSE_FINISHED_OFFSET, SPARSE_SENT_OFFSET, SPARSE_SUMMED_OFFSET, SPARSE_TICKET_OFFSET = (
-    WORD_STRIDE * number for number in range(4)
-)
+#: finished. Its own: operations finished; rows sent, summed and sampled in this one; ticket.
+SPARSE_FINISHED_OFFSET, SPARSE_SENT_OFFSET, SPARSE_SUMMED_OFFSET = 0, WORD_STRIDE, 2 * WORD_STRIDE
+SPARSE_SAMPLED_OFFSET, SPARSE_TICKET_OFFSET = 3 * WORD_STRIDE, 4 * WORD_STRIDE
 #: Result of the last operation: its number, whether rows were summed, rows summed, then the rows
 #: of each rank.
 SPARSE_RESULT_OFFSET = 512
@@ -303,7 +302,7 @@ SPARSE_RESULT = f"<QQQ{MAX_RANKS}Q"
 SPARSE_PEERS_OFFSET = 1024
 SPARSE_HEAD_BYTES = 4096
 #: Words of ``RowExchange`` after ``Args``, and one word per rank.
-SPARSE_WORDS = 3
+SPARSE_WORDS = 4
 
 
 def row_exchange_bytes(nranks: int) -> int:
@@ -315,7 +314,7 @@ def row_exchange_defines(nranks: int) -> dict[str, int]:
     """Return the macros of source/row_exchange.cuh."""
     names = (
         "SPARSE_ROW_BYTES SPARSE_CHUNK_BYTES SPARSE_FINISHED_OFFSET SPARSE_SENT_OFFSET "
-        "SPARSE_SUMMED_OFFSET SPARSE_TICKET_OFFSET SPARSE_RESULT_OFFSET SPARSE_PEERS_OFFSET "
-        "SPARSE_HEAD_BYTES"
+        "SPARSE_SUMMED_OFFSET SPARSE_SAMPLED_OFFSET SPARSE_TICKET_OFFSET SPARSE_RESULT_OFFSET "
+        "SPARSE_PEERS_OFFSET SPARSE_HEAD_BYTES"
     )
     return _named(names) | {"ROW_EXCHANGE_BYTES": row_exchange_bytes(nranks)}

@@ -28,6 +28,8 @@ from miraccl.types import DType, RedOp
 
 #: Threads of a block and blocks per multiprocessor: 64 registers, a warp's chunk of 4 KiB in each.
 THREADS, BLOCKS_PER_SM = 512, 2
+#: A sample must exceed the limit by this factor, as it may have found more rows than there are.
+SAMPLE_MARGIN = 1.125
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +169,13 @@ def pack_exchange(
         comm_args, count=count, scalar=scalar, signature=signature, needs=layout.NEEDS_ALL
     )
     shape = workspace.shape
-    words = (limit, shape.index_bytes, shape.list_bytes, *workspace.addresses)
+    words = (
+        limit,
+        shape.index_bytes,
+        shape.list_bytes,
+        int(limit * SAMPLE_MARGIN),
+        *workspace.addresses,
+    )
     return args + bytearray(struct.pack(f"<{len(words)}Q", *words))
 
 

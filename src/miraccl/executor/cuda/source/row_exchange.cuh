@@ -15,14 +15,16 @@
 // the peers that this rank's workspace may be written again, for which their next ``row_send``
 // waits: one workspace is enough.
 //
-// A rank that would send more than ``limit`` rows stops scanning. All ranks see that in the
-// numbers of rows, so all open the gate (packets.cuh) for the dense sum, the next launch, or none.
+// A rank that would send more than ``limit`` rows, or of whose sample too many rows have a bit set,
+// stops. All ranks see that in the numbers of rows, so all open the gate (packets.cuh) for the dense
+// sum, the next launch, or none.
 
 struct RowExchange {  // row_exchange.pack_args
   Args a;             // count: elements of T in the array
   u64 limit;          // rows that a rank may send
   u64 index_bytes;    // of one rank's index
   u64 list_bytes;     // of one rank's rows
+  u64 sample_limit;   // rows of the array, by the sample, from which the sum is dense
   char* box[RANKS];   // workspaces
 };
 static_assert(sizeof(RowExchange) == ROW_EXCHANGE_BYTES, "layout.row_exchange_bytes");
@@ -71,6 +73,30 @@ __device__ __forceinline__ bool any_bit(const Vec& v) {
   return (v.w[0] | v.w[1] | v.w[2] | v.w[3]) != 0;
 }
 
+// ---- sample: before they send anything, warps count the rows of one chunk each, at places spread
+// over the array, and add them up in a word: chunks above, rows below. Without it two GPUs sent half
+// of 256 MiB, 380 us, before a rank saw that all of it is set.
+
+#define SAMPLE_SHARE 16  // chunks of the array for one of the sample
+#define MIN_SAMPLES 64    // fewer say too little
+#define SAMPLE_SHIFT 32
+
+__device__ __forceinline__ u64 count_samples(u64 chunks) {
+  u64 samples = chunks / SAMPLE_SHARE < warps_of_grid() ? chunks / SAMPLE_SHARE : warps_of_grid();
+  return samples < MIN_SAMPLES ? 0 : samples;
+}
+// Chunk that a warp samples. The order in which warps come is that of the array, so their chunks
+// are not: the first eighth of them speaks for all.
+__device__ __forceinline__ u64 sampled_chunk(u64 chunks) {
+  return (u64)((u32)warp_of_grid() * 0x9e3779b1u) * chunks >> 32;
+}
+// Return true if the sample has an eighth of its chunks and too many rows.
+__device__ __forceinline__ bool is_too_dense(const RowExchange& x, u64 samples, u64 chunks) {
+  u64 word = load_word(box_word(x, x.a.rank, SPARSE_SAMPLED_OFFSET));
+  u64 sampled = word >> SAMPLE_SHIFT, rows = word & ((1ull << SAMPLE_SHIFT) - 1);
+  return sampled > samples / 8 && rows * chunks > x.sample_limit * sampled;
+}
+
 // Load this lane's vectors of a chunk, each 32 after the one before; beyond the end they are zero.
 __device__ __forceinline__ void load_chunk(const RowExchange& x, u64 first, bool aligned,
                                            Vec (&v)[LANE_VECTORS]) {
@@ -116,35 +142,59 @@ __device__ __forceinline__ bool send_rows(const RowExchange& x, u64 chunk, u32 l
   return true;
 }
 
+// Load a chunk and return the bits of its rows.
+__device__ __forceinline__ u32 scan_chunk(const RowExchange& x, u64 chunk, u32 lane, bool aligned,
+                                          Vec (&v)[LANE_VECTORS]) {
+  load_chunk(x, chunk * CHUNK_VECTORS + lane, aligned, v);
+  bool held[LANE_VECTORS], any = false;
+#pragma unroll
+  for (int j = 0; j < LANE_VECTORS; j++) {
+    held[j] = any_bit(v[j]);
+    // A factor may make bits or clear them. Rows with any bit before are sent, so that others need
+    // not be written; -0.0 is a bit after.
+    v[j] = own_vec(x.a, v[j]);
+#if defined(OP_PREMUL_SUM)
+    held[j] |= any_bit(v[j]);
+#endif
+    any |= held[j];
+  }
+  if (!__any_sync(WHOLE_WARP, any)) return 0;
+  u32 bits = 0;
+#pragma unroll
+  for (int j = 0; j < LANE_VECTORS; j++) {
+    u32 lanes = __ballot_sync(WHOLE_WARP, held[j]);
+    bits |= (u32)((lanes & 0xffffu) != 0) << (2 * j) | (u32)(lanes >> 16 != 0) << (2 * j + 1);
+  }
+  return bits;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     row_send(const __grid_constant__ RowExchange x) {
   if (await_workspaces(x)) return;
   u32 lane = threadIdx.x % 32;
   bool aligned = (u64)x.a.in % VEC_BYTES == 0;
   u64 chunks = (count_vectors(x) + CHUNK_VECTORS - 1) / CHUNK_VECTORS;
-  for (u64 chunk = warp_of_grid(); chunk < chunks; chunk += warps_of_grid()) {
+  u64 samples = count_samples(chunks);
+  bool counts = warp_of_grid() < samples;
+  u64 chunk = warp_of_grid();
+  while (counts || chunk < chunks) {
     Vec v[LANE_VECTORS];
-    load_chunk(x, chunk * CHUNK_VECTORS + lane, aligned, v);
-    bool held[LANE_VECTORS], any = false;
-#pragma unroll
-    for (int j = 0; j < LANE_VECTORS; j++) {
-      held[j] = any_bit(v[j]);
-      // A factor may make bits or clear them. Rows with any bit before are sent, so that others
-      // need not be written; -0.0 is a bit after.
-      v[j] = own_vec(x.a, v[j]);
-#if defined(OP_PREMUL_SUM)
-      held[j] |= any_bit(v[j]);
-#endif
-      any |= held[j];
+    u32 bits = scan_chunk(x, counts ? sampled_chunk(chunks) : chunk, lane, aligned, v);
+    if (counts) {
+      if (lane == 0)
+        atomic_add(box_word(x, x.a.rank, SPARSE_SAMPLED_OFFSET),
+                   1ull << SAMPLE_SHIFT | count_bits(bits));
+      counts = false;
+      continue;
     }
-    if (!__any_sync(WHOLE_WARP, any)) continue;
-    u32 bits = 0;
-#pragma unroll
-    for (int j = 0; j < LANE_VECTORS; j++) {
-      u32 lanes = __ballot_sync(WHOLE_WARP, held[j]);
-      bits |= (u32)((lanes & 0xffffu) != 0) << (2 * j) | (u32)(lanes >> 16 != 0) << (2 * j + 1);
+    chunk += warps_of_grid();
+    if (bits == 0) continue;
+    // lanes may have read the word at different times
+    if (samples != 0 && __any_sync(WHOLE_WARP, is_too_dense(x, samples, chunks))) {
+      if (lane == 0) atomic_add(box_word(x, x.a.rank, SPARSE_SENT_OFFSET), x.limit + 1);
+      return;
     }
-    if (!send_rows(x, chunk, lane, bits, v)) return;
+    if (!send_rows(x, chunk - warps_of_grid(), lane, bits, v)) return;
   }
 }
 #endif
@@ -161,7 +211,8 @@ struct RowCounts {  // shared memory
 __device__ __forceinline__ bool exchange_counts(const RowExchange& x, u32 launch, RowCounts& e) {
   const Args& a = x.a;
   u32 t = threadIdx.x, all = 1u << NEEDS_ALL_SHIFT;
-  u32 own = (u32)load_word(box_word(x, a.rank, SPARSE_SENT_OFFSET));
+  u64 sent = load_word(box_word(x, a.rank, SPARSE_SENT_OFFSET));
+  u32 own = sent < 0xffffffffu ? (u32)sent : 0xffffffffu;
   bool failed = false;
   if (blockIdx.x == 0 && t < RANKS) {
     fence();  // what ``row_send`` has stored is visible before the record
@@ -191,49 +242,86 @@ __device__ __forceinline__ bool exchange_counts(const RowExchange& x, u32 launch
   return __syncthreads_or(failed);
 }
 
-// Sum one vector of a row over all ranks; a row that a rank has not sent is zero there and takes
-// part: -0.0 + 0.0 is 0.0, as in the sum of whole arrays.
-__device__ __forceinline__ void reduce_vector(const RowExchange& x, u64 chunk, u32 bit, u32 lane,
-                                              const u64 (&words)[RANKS]) {
+// Vectors of a lane in flight, one of each rank, and those of several rows.
+#define REDUCE_ROWS (RANKS <= 2 ? 4 : RANKS <= 4 ? 2 : 1)
+
+// Sum a vector of each of the rows that ``bit`` names, 0: none, over all ranks. A row that a rank
+// has not sent is zero there and takes part: -0.0 + 0.0 is 0.0, as in the sum of whole arrays.
+// WHOLE: input and output are aligned, and all vectors of the chunk whole. The other case is apart,
+// because its calls would keep ``v`` in local memory, and loads would wait for each other.
+template <int U, bool WHOLE>
+__device__ __forceinline__ void reduce_vectors(const RowExchange& x, u64 chunk, const u32 (&bit)[U],
+                                               u32 lane, const u64 (&words)[RANKS]) {
   const Args& a = x.a;
   const T* in = (const T*)a.in;
   T* out = (T*)a.out;
-  u64 i = chunk * CHUNK_VECTORS + count_bits(bit - 1) * ROW_VECTORS + lane % ROW_VECTORS;
-  if (i * ELEMS >= a.count) return;
-  Vec v[RANKS];
+  u64 first = chunk * CHUNK_VECTORS + lane % ROW_VECTORS, i[U];
+  Vec v[U][RANKS];
 #pragma unroll
-  for (u32 r = 0; r < RANKS; r++) {
-    uint4 q = make_uint4(0, 0, 0, 0);
-    u32 bits = (u32)words[r] & CHUNK_BITS;
-    if (r == a.rank) {
-      if (bits & bit) {
-        v[r] = own_vec(a, load_vec(in, i, a.count, (u64)in % VEC_BYTES == 0));
-        continue;
-      }
-    } else if (bits & bit) {
-      u64 row = (words[r] >> CHUNK_ROWS) + count_bits(bits & (bit - 1));
-      q = load_packet((const uint4*)sent_row(x, a.rank, r, row) + lane % ROW_VECTORS);
+  for (int u = 0; u < U; u++) {
+    i[u] = first + count_bits(bit[u] - 1) * ROW_VECTORS;
+#pragma unroll
+    for (u32 r = 0; r < RANKS; r++) {
+      u32 bits = (u32)words[r] & CHUNK_BITS;
+      u64 row = (words[r] >> CHUNK_ROWS) + count_bits(bits & (bit[u] - 1));
+      bool held = (bits & bit[u]) != 0, own = r == a.rank;
+      const uint4* from = own ? (const uint4*)in + i[u]
+                              : (const uint4*)sent_row(x, a.rank, r, row) + lane % ROW_VECTORS;
+      uint4 q = load_if(held && (WHOLE || !own), from);
+      v[u][r].w[0] = q.x;
+      v[u][r].w[1] = q.y;
+      v[u][r].w[2] = q.z;
+      v[u][r].w[3] = q.w;
+      if (!WHOLE && held && own) v[u][r] = load_elements(in, i[u] * ELEMS, a.count);
     }
-    v[r].w[0] = q.x;
-    v[r].w[1] = q.y;
-    v[r].w[2] = q.z;
-    v[r].w[3] = q.w;
   }
-  Accumulator sum;
-  sum.init(v[0]);
 #pragma unroll
-  for (u32 r = 1; r < RANKS; r++) sum.add(v[r]);
-  store_vec(out, i, a.count, (u64)out % VEC_BYTES == 0, sum.result());
+  for (int u = 0; u < U; u++) {
+    if (bit[u] == 0 || i[u] * ELEMS >= a.count) continue;
+    Accumulator sum;
+#pragma unroll
+    for (u32 r = 0; r < RANKS; r++) {
+      // not of a row that this rank has not sent: a factor below zero would make -0.0
+      if (r == a.rank && ((u32)words[r] & bit[u])) v[u][r] = own_vec(a, v[u][r]);
+      if (r == 0)
+        sum.init(v[u][r]);
+      else
+        sum.add(v[u][r]);
+    }
+    Vec result = sum.result();
+    if (WHOLE)
+      store_unordered((uint4*)out + i[u],
+                      make_uint4(result.w[0], result.w[1], result.w[2], result.w[3]));
+    else
+      store_vec(out, i[u], a.count, (u64)out % VEC_BYTES == 0, result);
+  }
 }
 
-// Sum the rows of a chunk that ``bits`` names, two at a time.
+__device__ __forceinline__ u32 take_lowest(u32& bits) {
+  u32 lowest = bits & (~bits + 1);
+  bits ^= lowest;
+  return lowest;
+}
+// Sum the rows of a chunk that ``bits`` names; half a warp handles a row.
 __device__ __forceinline__ void reduce_rows(const RowExchange& x, u64 chunk, u32 bits, u32 lane,
                                             const u64 (&words)[RANKS]) {
+  bool whole = ((u64)x.a.in | (u64)x.a.out) % VEC_BYTES == 0 &&
+               (chunk + 1) * CHUNK_VECTORS * ELEMS <= x.a.count;
   while (bits) {
-    u32 first = bits & (~bits + 1), others = bits ^ first, second = others & (~others + 1);
-    bits = others ^ second;
-    u32 bit = lane < ROW_VECTORS ? first : second;
-    if (bit) reduce_vector(x, chunk, bit, lane, words);
+    u32 bit[REDUCE_ROWS];
+#pragma unroll
+    for (int u = 0; u < REDUCE_ROWS; u++) {
+      u32 first = take_lowest(bits), second = take_lowest(bits);
+      bit[u] = lane < ROW_VECTORS ? first : second;
+    }
+    if (whole) {
+      reduce_vectors<REDUCE_ROWS, true>(x, chunk, bit, lane, words);
+      continue;
+    }
+    for (int u = 0; u < REDUCE_ROWS; u++) {
+      u32 one[1] = {bit[u]};
+      reduce_vectors<1, false>(x, chunk, one, lane, words);
+    }
   }
 }
 
@@ -250,13 +338,11 @@ __device__ __forceinline__ u64 reduce_chunks(const RowExchange& x, bool sums) {
     u64 own_chunk = first + lane * stride, words[RANKS];
     u32 own_bits = 0;
 #pragma unroll
+    for (u32 r = 0; r < RANKS; r++)
+      words[r] = own_chunk < chunks ? load_word(index_word(x, a.rank, r, own_chunk)) : 0;
+#pragma unroll
     for (u32 r = 0; r < RANKS; r++) {
-      words[r] = 0;
-      if (own_chunk < chunks) {
-        u64* word = index_word(x, a.rank, r, own_chunk);
-        words[r] = load_word(word);
-        if (words[r]) *word = 0;
-      }
+      if (words[r]) *index_word(x, a.rank, r, own_chunk) = 0;
       own_bits |= (u32)words[r] & CHUNK_BITS;
     }
     if (!sums) continue;
@@ -288,7 +374,7 @@ __device__ __forceinline__ void finish_exchange(const RowExchange& x, bool sums,
     result[2] = load_word(summed);
     result[0] = *finished = e.finished;
     *summed = 0;
-    *box_word(x, a.rank, SPARSE_SENT_OFFSET) = 0;
+    *box_word(x, a.rank, SPARSE_SENT_OFFSET) = *box_word(x, a.rank, SPARSE_SAMPLED_OFFSET) = 0;
     *((u64*)(a.own + STATE_OFFSET) + STATE_GATE) = !sums;
     atomic_add((u64*)(a.own + STATE_OFFSET) + STATE_LAUNCH, 1);
   }
