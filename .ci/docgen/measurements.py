@@ -141,6 +141,12 @@ BENCHMARKS = (
         text="Messages of 16 MiB between namespaces with four interfaces, beside iperf3.",
     ),
     Benchmark(
+        folder="sparse",
+        title="Sparse sums",
+        script="bench/sparse.py",
+        text="Arrays that are mostly zero, beside the dense sum; rows by index beside Gloo.",
+    ),
+    Benchmark(
         folder="fabric",
         title="Simulated fabric",
         script="bench/fabric.py",
