@@ -157,11 +157,8 @@ def measure_ranks(
 
     ``report`` is called after each step, the ones with the largest effect on plans first.
     """
-    slow = np.array([copies_alias_pages()], np.int64)
-    comm.broadcast(slow)
-    loop = bool(slow[0])
-    comm._core.context.set(layout.CTX_LOOP_COPY, int(loop))
-    constants = replace(constants, loop_copy=loop, single_copy_from=_single_copy_from(comm))
+    comm._core.context.set(layout.CTX_LOOP_COPY, int(constants.loop_copy))
+    constants = replace(constants, single_copy_from=_single_copy_from(comm))
     report(constants)
     swaps = _swapping_slots_pays(comm)
     constants = replace(
@@ -332,17 +329,19 @@ def _swapping_slots_pays(comm: Communicator) -> bool:
 def main() -> None:
     """Fork a second rank, measure with it, store and print the constants."""
     _die_with_parent(int(os.environ.get(MEASURING_VARIABLE, os.getppid())))
+    constants = CpuConstants(loop_copy=copies_alias_pages())
+    _print(constants)
     fold_kernel(*MEASURED_FOLD)  # while the parent compiles the engine
     unique_id, root = create_hub()
     parent, child = os.getpid(), os.fork()
     if child == 0:
         try:
             _die_with_parent(parent)
-            _rank(unique_id, 1)
+            _rank(unique_id, 1, constants)
         finally:
             os._exit(0)
     try:
-        constants = measure_folds(_rank(unique_id, 0))
+        constants = measure_folds(_rank(unique_id, 0, constants))
         cache.write(CACHE_FILE, constants.to_json().encode())
         _print(constants)
     finally:
@@ -358,9 +357,9 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _rank(unique_id: UniqueId, rank: int) -> CpuConstants:
+def _rank(unique_id: UniqueId, rank: int, constants: CpuConstants) -> CpuConstants:
     with Communicator(2, unique_id, rank, timeout=20.0, algo="", proto="") as comm:
-        return measure_ranks(comm, CpuConstants(), _print if rank == 0 else lambda _: None)
+        return measure_ranks(comm, constants, _print if rank == 0 else lambda _: None)
 
 
 def _print(constants: CpuConstants) -> None:
