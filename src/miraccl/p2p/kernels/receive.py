@@ -127,8 +127,10 @@ def poll_with_gil(inbox: int, wait_ns: int) -> int:
     """Poll the rings for ``SOON_NS``; return the time that is left of ``wait_ns``."""
     scratch = inbox + layout.INBOX_SCRATCH
     start, elapsed = now_ns(scratch), 0
-    while elapsed < min(layout.SOON_NS, wait_ns) and not has_record(inbox):
-        for _ in range(4):
+    while elapsed < min(layout.SOON_NS, wait_ns):
+        for _ in range(8):
+            if has_record(inbox):
+                return wait_ns
             pause()
         elapsed = now_ns(scratch) - start
     return max(0, wait_ns - elapsed)
