@@ -181,10 +181,12 @@ class Background:
     def _main(self) -> None:
         idle = 0
         while not self._closed or self._transfers:
-            # A caller that waits at once makes the steps itself, without a switch of threads.
+            # A caller that waits at once makes the steps itself, without a switch of threads: each
+            # transfer is left to it for at least this time.
+            waiting = len(self._transfers)
             clock.sleep(GRACE_S)
-            idle = 0 if self._transfers else idle + 1
-            while self._transfers:
+            idle = 0 if waiting else idle + 1
+            for _ in range(waiting):
                 transfer = self._transfers.popleft()
                 while not transfer.done():
                     transfer.continue_alone()

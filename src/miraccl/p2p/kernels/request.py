@@ -25,6 +25,7 @@ from miraccl.p2p import segment_layout as layout
 from miraccl.p2p import stream_layout as frames
 from miraccl.p2p.kernels.sockets import (
     LATE,
+    POLLIN,
     SINCE,
     SYS_RECVMSG,
     SYS_SENDMSG,
@@ -33,7 +34,11 @@ from miraccl.p2p.kernels.sockets import (
     move,
     now_ns,
     transmit_one,
+    wait_socket,
 )
+
+#: Reads from this size on sleep until their answer begins; shorter ones poll.
+SLEEP_BYTES = 1 << 16
 
 
 @inline
@@ -382,6 +387,20 @@ def run_put(op: int, until: int, sends_only: bool) -> int:
 
 
 @inline
+def await_answer(op: int, until: int) -> None:
+    """Sleep until the first byte of a long answer.
+
+    A thread that polls meanwhile keeps the target, which the request has woken, on its own core
+    while others are idle: the target then sends all of the answer before any of it is received. A
+    read of 1 MiB took 600 to 1000 us, and 150 to 270 with the two processes on two cores.
+    """
+    begun = load(op + frames.OP_ANSWERED) + load(op + frames.OP_IN_STATE)
+    if begun + load(op + frames.OP_IN_HEADER) == 0 and load(op + frames.OP_TOTAL) > SLEEP_BYTES:
+        scratch = work_of(op) + frames.WORK_SCRATCH
+        wait_socket(load(op + frames.OP_FD), POLLIN, max(0, until - now_ns(scratch)), scratch)
+
+
+@inline
 def run_get(op: int, until: int, sends_only: bool) -> int:
     store(op + frames.OP_PHASE, frames.PHASE_SEND)
     while True:
@@ -393,6 +412,7 @@ def run_get(op: int, until: int, sends_only: bool) -> int:
         if load(op + frames.OP_ANSWERED) == load(op + frames.OP_ASKED):
             store(op + frames.OP_PHASE, frames.PHASE_DONE)
             return 0
+        await_answer(op, until)
         waited = receive_reply(op, until)
         if waited != 0:
             return waited
