@@ -23,7 +23,13 @@ from miraccl.wire.proxy_records import (
     StreamMeasured,
 )
 from miraccl.wire.proxy_states import SendState
-from miraccl.wire.stream import MAX_MESSAGE_BYTES, MIN_SEGMENT_BYTES, Frame, FrameType
+from miraccl.wire.stream import (
+    HEADER_BYTES,
+    MAX_MESSAGE_BYTES,
+    MIN_SEGMENT_BYTES,
+    Frame,
+    FrameType,
+)
 from miraccl.wire.verbs.policy import SHARES, piece_bytes, stream_of_piece
 
 # in place of a message number in the queue of a stream
@@ -220,9 +226,18 @@ class SendHalf:
         return min(streams, key=key)
 
     def _control_stream(self) -> int:
-        if not self.config.control_streams:
+        """Return the stream for a control frame: over several networks the one that is expected to
+        deliver it first, as it may wait behind data that the kernel holds.
+        """
+        if self.config.control_streams:
+            return min(range(self.config.data_streams, self.config.nstreams), key=self._load)
+        if self.config.rails == 1 or not all(self._rate):
             return self._least_loaded()
-        return min(range(self.config.data_streams, self.config.nstreams), key=self._load)
+        loads, first = self._loads(), 0
+        for stream in range(1, self.config.nstreams):
+            if self._ends_before(loads, HEADER_BYTES, stream, first):
+                first = stream
+        return first
 
     def _load(self, stream: int) -> int:
         return self._queued_bytes[stream] + FRAME_COST * len(self._queued[stream])
@@ -274,7 +289,7 @@ class SendHalf:
         would end after all streams together have sent what is left.
         """
         count = self.config.data_streams
-        loads = [q + b for q, b in zip(self._queued_bytes, self._backlog, strict=True)][:count]
+        loads = self._loads()[:count]
         first, best = -1, -1
         for stream in range(count):
             if first < 0 or self._ends_before(loads, length, stream, first):
@@ -288,6 +303,10 @@ class SendHalf:
         left = sum(self._messages[m].nbytes - self._messages[m].queued for m in self._to_send)
         together = (min(left, MAX_LEFT_BYTES) + sum(loads)) * self._rate[best]
         return best if (loads[best] + length) * sum(self._rate[:count]) <= together else -1
+
+    def _loads(self) -> list[int]:
+        """Return the bytes of each stream that are queued, or held by the kernel."""
+        return [q + b for q, b in zip(self._queued_bytes, self._backlog, strict=True)]
 
     def _ends_before(self, loads: list[int], length: int, a: int, b: int) -> bool:
         return (loads[a] + length) * self._rate[b] < (loads[b] + length) * self._rate[a]

@@ -409,10 +409,24 @@ def earliest(link: int, length: int) -> int:
 
 
 @inline
+def control_stream(link: int) -> int:
+    """Index of the stream for a control frame: over several networks the one that is expected to
+    deliver it first, as it may wait behind data that the kernel holds.
+    """
+    spread, first = load(link + layout.LINK_SPREAD) != 0, load(link + layout.LINK_CONTROL_STREAM)
+    nstreams = load(link + layout.LINK_NSTREAMS)
+    if first > 0 or load(link + layout.LINK_RAILS) <= 1 or not rates_known(link):
+        return least_loaded(link, first, nstreams, spread or first > 0)
+    for index in range(1, nstreams):
+        if ends_before(link, layout.FRAME_BYTES, index, first):
+            first = index
+    return first
+
+
+@inline
 def send_control(link: int, ack: int) -> bool:
     """Move the oldest control frame to a stream; False if there is no room."""
-    spread, first = load(link + layout.LINK_SPREAD) != 0, load(link + layout.LINK_CONTROL_STREAM)
-    index = least_loaded(link, first, load(link + layout.LINK_NSTREAMS), spread or first > 0)
+    index = control_stream(link)
     stream = stream_of(link, index)
     if load(stream + layout.STREAM_COUNT) >= 2 * load(link + layout.LINK_QUEUE_FRAMES):
         return False
