@@ -42,7 +42,7 @@ from miraccl.proxy.kernels.link import (
     on_receive_posted,
     on_stream_ended,
 )
-from miraccl.proxy.kernels.link_io import advance_streams, scan
+from miraccl.proxy.kernels.link_io import LOW_WATER_MIN, advance_streams, scan
 from miraccl.proxy.kernels.link_receive import on_placed
 from miraccl.proxy.kernels.link_send import (
     alive,
@@ -146,13 +146,18 @@ def poll_directly(engine: int) -> None:
     polls = load(engine + layout.ENGINE_POLLS) + 1
     store(engine + layout.ENGINE_POLLS, polls)
     nlinks = load(engine + layout.ENGINE_NLINKS)
-    if nlinks > DIRECT_LINKS or polls & (EPOLL_EVERY - 1) == 0:
-        poll_now(engine)
-        return
+    asks = nlinks > DIRECT_LINKS or polls & (EPOLL_EVERY - 1) == 0
     for i in range(nlinks):
         link = link_at(engine, i)
-        if link != 0:
-            store(stream_of(link, 0) + layout.STREAM_READABLE, 1)
+        if link != 0 and not asks:
+            stream = stream_of(link, 0)
+            # of a large payload, the kernel reports much at a time (``set_low_water``)
+            if load(stream + layout.STREAM_REMAINING) >= LOW_WATER_MIN:
+                asks = True
+            else:
+                store(stream + layout.STREAM_READABLE, 1)
+    if asks:
+        poll_now(engine)
 
 
 @inline
