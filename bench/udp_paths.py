@@ -35,7 +35,7 @@ from miraccl.proxy.compiled_thread import SPIN_NS
 from miraccl.proxy.datagram_engine import DatagramEngine
 from miraccl.proxy.stream_engine import ProgressEngine
 from miraccl.transport.base import DatagramOptions, Endpoint
-from miraccl.transport.datagram import DatagramTransport
+from miraccl.transport.datagram import MAX_MTU, DatagramTransport
 from miraccl.transport.ends import RecvEnd, SendEnd
 from miraccl.transport.fifo import NSLOTS, PrivateMemory, native_atomics
 from miraccl.transport.socket import SocketOptions, SocketTransport
@@ -509,7 +509,7 @@ def rows_incast(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def rows_loopback(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Processor time per GB on loopback, where super-packets are not cut."""
     for mtu in (0, 1472):
-        row: dict[str, Any] = {"title": f"cpu, loopback, packets of {mtu or 32768} bytes"}
+        row: dict[str, Any] = {"title": f"cpu, loopback, packets of {mtu or MAX_MTU} bytes"}
         for _ in range(args.rounds):
             for protection in ("mac", "aead", "none"):
                 found = udp_rate(None, args.seconds, mtu=mtu, protection=protection)
