@@ -174,7 +174,7 @@ def test_fanout(collective: Collective, algo: str, dtype: DType, proto: str, nra
         request = make_request(collective, dtype, count, nranks, algo, proto, root=nranks - 1)
         packets = vectors_of(request, algo, frame_of(request, proto))
         plan = small_plan(request)
-        if packets * fanout_threads(nranks) <= 2048:
+        if packets * fanout_threads(nranks) <= 1024:
             plan = replace(
                 plan,
                 threads=64,

@@ -2,7 +2,8 @@
 
 ``Machine`` owns the symmetric memory of all ranks. ``Machine.launch`` compiles a kernel's source
 with a C++ compiler (``machine.h`` and ``machine.cpp`` replace ``machine.cuh``) and runs one launch
-on every rank. Compiled kernels are cached in a folder of the test session.
+on every rank. Compiled kernels are cached in the folder MIRACCL_EMULATOR_CACHE, else in one of the
+test session.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import pytest
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.source import KernelSpec, write_source
+from tests.gpu.emulator.memory import initial_memory, written_bytes
 
 COMPILER = next((path for name in ("g++", "clang++") if (path := shutil.which(name))), None)
 needs_compiler = pytest.mark.skipif(
@@ -69,6 +71,8 @@ QUICK = ("-fno-exceptions", "-fno-asynchronous-unwind-tables")  # a quarter less
 def compiled(name: str, text: str, *more: str) -> Path:
     """Return the library of a C++ source; concurrent requests compile it once."""
     library = folder() / f"{name}.so"
+    with contextlib.suppress(FileNotFoundError):
+        os.utime(library)  # .ci/test deletes what was not used for two weeks
     if not library.exists():
         with (folder() / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -90,13 +94,27 @@ def _texts() -> dict[str, str]:
     return {name: (HERE / name).read_text() for name in ("machine.h", "machine.cpp", "launch.h")}
 
 
+@functools.cache
+def _toolchain() -> str:
+    """Return what compiled code depends on besides its text."""
+    version = subprocess.run(
+        [str(COMPILER), "--version"],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=True,
+    )
+    return " ".join((version.stdout, *OPTIONS[:-1], *QUICK))
+
+
+def _key_of(text: str) -> str:
+    whole = "".join((text, *_texts().values(), _toolchain()))
+    return hashlib.sha256(whole.encode()).hexdigest()[:16]
+
+
 def machine_library() -> Path:
     """Return the library that all kernels share."""
-    texts = _texts()
-    return compiled(
-        f"machine-{hashlib.sha256(''.join(texts.values()).encode()).hexdigest()[:16]}",
-        texts["machine.cpp"],
-    )
+    return compiled(f"machine-{_key_of('')}", _texts()["machine.cpp"])
 
 
 def shared(kind: type[Word], name: str) -> Word:
@@ -162,7 +180,7 @@ def patch_kernels(monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, str]) -
 def compile_kernel(spec: KernelSpec) -> Any:
     """Return the function ``emulate`` of a kernel."""
     text = write_source(spec, 90, machine='#include "machine.h"\n')
-    key = hashlib.sha256("".join((text, *_texts().values())).encode()).hexdigest()[:16]
+    key = _key_of(text)
     if key not in _loaded:
         whole = f'{text}\n#define ENTRY {spec.entry}\n#include "launch.h"\n'
         loaded = ctypes.CDLL(str(compiled(f"{spec.name}-{key}", whole, str(machine_library()))))
@@ -177,11 +195,8 @@ class EmulatedMachine:
 
     def __init__(self, nranks: int, timeout_s: float = 20.0) -> None:
         self.nranks = nranks
-        self.memory = [_aligned(layout.TOTAL_BYTES) for _ in range(nranks)]
+        self.memory = [initial_memory() for _ in range(nranks)]
         self.host = [np.zeros(layout.HOST_BYTES // 4, np.uint32) for _ in range(nranks)]
-        for memory in self.memory:
-            for offset, size, word in layout.INITIAL_FILL:
-                memory[offset : offset + size].view(np.uint32)[:] = word
         self.timeout_ns = int(timeout_s * 1e9)
 
     def comm_args(self, rank: int, order: Sequence[int] = ()) -> CommArgs:
@@ -228,7 +243,7 @@ class EmulatedMachine:
         """Return True if the packet buffers of all ranks are full of ones."""
         lo, hi = layout.PACKETS_OFFSET, layout.PACKETS_OFFSET + 2 * layout.HALF_BYTES
         return all(
-            bool((memory[lo:hi].view(np.uint64) == np.uint64(2**64 - 1)).all())
+            bool((written_bytes(memory, lo, hi).view(np.uint64) == np.uint64(2**64 - 1)).all())
             for memory in self.memory
         )
 

@@ -28,7 +28,8 @@ struct BufferedStore {
 struct Block {
   std::vector<BufferedStore> buffered;
   u64 random;
-  u32 drain_chance;  // probability, of 1024, that a buffered store lands in a round of all fibers
+  // probability, of 1024, that a buffered store lands in a round of all fibers
+  u32 drain_chance, clear_chance;
   jmp_buf home;
   std::vector<Fiber> fibers;
   void (*kernel)(const void*);
@@ -78,15 +79,15 @@ static u32 next_random() {
   s ^= s << 17;
   return (u32)(s >> 20);
 }
-static void drain_one() {
+// Land the oldest store to the address of store ``i``.
+static void land(size_t i) {
   std::vector<BufferedStore>& buffered = block->buffered;
-  size_t i = next_random() % buffered.size();
-  // the oldest store to this address
   for (size_t j = 0; j < i; j++)
     if (buffered[j].p == buffered[i].p) i = j;
   __atomic_store_n(buffered[i].p, buffered[i].v, __ATOMIC_SEQ_CST);
   buffered.erase(buffered.begin() + i);
 }
+static void drain_one() { land(next_random() % block->buffered.size()); }
 bool buffer_store(u64* p, u64 v) {
   if (!weak_memory) return false;
   block->buffered.push_back({p, v});
@@ -97,8 +98,10 @@ void drain_stores() {
   while (!block->buffered.empty()) drain_one();
 }
 static void drain_some() {
-  for (size_t n = block->buffered.size(); n > 0; n--)
-    if (next_random() % 1024 < block->drain_chance) drain_one();
+  for (size_t i = block->buffered.size(); i-- > 0;) {
+    bool clears = block->buffered[i].v == ~0ull;  // to the words of an empty packet
+    if (next_random() % 1024 < (clears ? block->clear_chance : block->drain_chance)) land(i);
+  }
 }
 static void seed_random(u32 number) {
   static u32 launches;
@@ -108,6 +111,7 @@ static void seed_random(u32 number) {
   block->random = salt * 0x9e3779b97f4a7c15ull | 1;
   for (int i = 0; i < 5; i++) next_random();
   block->drain_chance = drain_chance[next_random() % 4];
+  block->clear_chance = drain_chance[next_random() % 4];
 }
 
 void yield() {
