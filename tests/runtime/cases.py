@@ -363,12 +363,14 @@ def random_case(
     from dataclasses import replace
 
     name = str(rng.choice(names))
+    dtype = DType(int(rng.integers(len(DType))))
+    operators = (*ref.compiled_operators(dtype), RedOp.PREMUL_SUM)
     case = Case(
         name=name,
-        dtype=DType(int(rng.integers(len(DType)))),
+        dtype=dtype,
         count=int(rng.choice(counts)),
         seed=int(rng.integers(1 << 30)),
-        op=RedOp(int(rng.integers(len(RedOp)))) if name in REDUCING else RedOp.SUM,
+        op=operators[int(rng.integers(len(operators)))] if name in REDUCING else RedOp.SUM,
         root=int(rng.integers(nranks)) if name in ROOTED else 0,
         in_place=name in IN_PLACE and bool(rng.integers(2)),
         window=bool(rng.random() < 0.25),

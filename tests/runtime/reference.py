@@ -7,6 +7,7 @@ averages of integers are truncated towards zero; NaN propagates through min and 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,24 @@ DTYPES: dict[DType, np.dtype] = {
 }
 SMALL_FLOATS = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
 OPERATORS = (RedOp.SUM, RedOp.PROD, RedOp.MIN, RedOp.MAX, RedOp.AVG)
+#: Operators beside the sum that tests compile, at a second of processor time each: all for one type
+#: and each for another kind of arithmetic. TEST_SLOW=1 compiles all.
+_COMPILED = {
+    DType.FLOAT32: OPERATORS,
+    DType.BFLOAT16: (RedOp.PROD, RedOp.MAX, RedOp.AVG),
+    DType.FLOAT16: (RedOp.PROD, RedOp.AVG),
+    DType.FLOAT8_E4M3: (RedOp.PROD, RedOp.MIN, RedOp.AVG),
+    DType.FLOAT8_E5M2: (RedOp.PROD, RedOp.AVG),
+    DType.INT32: (RedOp.MAX, RedOp.AVG),
+    DType.UINT8: (RedOp.PROD, RedOp.MIN),
+}
+
+
+def compiled_operators(dtype: DType) -> tuple[RedOp, ...]:
+    """Return the operators whose kernels tests run for a type."""
+    if os.environ.get("TEST_SLOW"):
+        return OPERATORS
+    return tuple(dict.fromkeys((RedOp.SUM, *_COMPILED.get(dtype, ()))))
 
 
 def wild(rng: np.random.Generator, dtype: DType, count: int) -> Array:

@@ -1,4 +1,4 @@
-"""Every built-in schedule is verified for 1 to 33 ranks, in and out of place.
+"""Every built-in schedule is verified for up to 33 ranks (``SIZES``), in and out of place.
 
 Direct safety and rank order are verified if the catalog declares them.
 """
@@ -12,7 +12,7 @@ from miraccl.schedule import catalog
 from miraccl.schedule.layout import in_place_forms
 from miraccl.schedule.verify import is_direct_safe, verify
 from miraccl.types import Collective
-from tests.schedule.helpers import ALL_TO_ALL, BUILTIN, schedules
+from tests.schedule.helpers import ALL_TO_ALL, BUILTIN, SIZES, schedules
 
 #: every built-in schedule runs on FIFOs of two messages, but for some made for networks; the
 #: executors have more
@@ -21,10 +21,10 @@ DEEPER = {"staggered_ring": 3}
 
 
 @pytest.mark.parametrize(("name", "collective"), BUILTIN)
-def test_correct_for_1_to_33_ranks(name, collective):
+def test_correct_for_up_to_33_ranks(name, collective):
     """A proof with ``direct`` implies one without, so one proof per size and form is enough."""
     ordered = catalog.get(name).rank_ordered
-    for schedule in schedules(name, collective, range(1, 34)):
+    for schedule in schedules(name, collective, SIZES):
         for in_place in in_place_forms(collective):
             direct = catalog.supports_direct(
                 name, collective, schedule.nranks, schedule.root, in_place=in_place
