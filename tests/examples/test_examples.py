@@ -35,6 +35,7 @@ OPEN_MPI = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 LIMIT_S = 60.0
+EVERYWHERE = {"miraccl", "numpy", *sys.stdlib_module_names}
 
 
 def head_of(path: Path) -> str:
@@ -87,11 +88,14 @@ def find_launcher(name: str) -> str:
     return found if done.returncode == 0 else ""
 
 
-def interpreter(words: list[str]) -> str:
-    """Return a warm Python for launchers and their ranks, this Python for programs run alone."""
-    if words[0] == "torchrun":
+def interpreter(words: list[str], packages: set[str]) -> str:
+    """Return a warm Python, for launchers also that of their ranks.
+
+    This Python for programs of other packages than PyTorch.
+    """
+    if words[0] == "torchrun" or "torch" in packages:
         return warm_python(*TORCH)
-    return warm_python() if words[:2] == ["miraccl", "run"] else sys.executable
+    return warm_python() if packages <= EVERYWHERE else sys.executable
 
 
 def run(command: list[str], path: Path) -> None:
@@ -156,7 +160,7 @@ def test_example(path: Path) -> None:
             path,
         )
     else:
-        python = interpreter(words)
+        python = interpreter(words, packages_of(path))
         run([python, *COMMANDS[words[0]], *words[1:]], path)
 
 
@@ -170,17 +174,16 @@ def test_examples_are_numbered() -> None:
 @pytest.mark.parametrize("nranks", [1, 3])
 def test_examples_run_on_other_numbers_of_ranks(nranks: int) -> None:
     """Examples started by ``miraccl run`` also work on other numbers of ranks."""
-    everywhere = {"miraccl", "numpy", *sys.stdlib_module_names}
     for path in EXAMPLES:
         words = command_of(path)
         if (
             words[:3] == ["miraccl", "run", "-n"]
             and words[3] != str(nranks)
-            and packages_of(path) <= everywhere
+            and packages_of(path) <= EVERYWHERE
         ):
             launcher = (
                 [warm_python(), "-m", "miraccl", "run", "-n", str(nranks)]
                 if nranks > 1
-                else [sys.executable]
+                else [warm_python()]
             )
             run([*launcher, str(path)], path)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from tests.launchers.jobs import RANK_PROGRAMS, run_together
+from tests.support.warm_python import warm_python
 
 pytestmark = pytest.mark.multiprocess
 
@@ -14,7 +13,7 @@ pytestmark = pytest.mark.multiprocess
 @pytest.mark.parametrize("limit", [40, 28])
 def test_six_hosts(limit: int) -> None:
     program = str(RANK_PROGRAMS / "few_files.py")
-    command = [sys.executable, "-m", "miraccl", "run", "-n", "6", program, str(limit)]
+    command = [warm_python(), "-m", "miraccl", "run", "-n", "6", program, str(limit)]
     (ended,) = run_together([command], [{"MIRACCL_BOOTSTRAP_TIMEOUT": "8"}], timeout=60)
     lines = [line for line in ended.stdout.splitlines() if line]
     if all(line.endswith("works") for line in lines):

@@ -6,12 +6,13 @@ import importlib.util
 import json
 import os
 import random
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.launchers.jobs import RANK_PROGRAMS, CompletedJob, free_port, run_together, torchrun
+from tests.support.warm_python import TORCH as PACKAGES
+from tests.support.warm_python import warm_python
 
 pytestmark = pytest.mark.multiprocess
 NRANKS = 8
@@ -36,7 +37,7 @@ def start_by_hand(way: str, tmp_path: Path, order: str = "") -> list[CompletedJo
     environ = {"WORLD_SIZE": str(NRANKS), "OUTLIVE_ORDER": order}
     if way == "address":
         environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, PROGRAM, str(tmp_path)]
+    command = [warm_python(), PROGRAM, str(tmp_path)]
     command += [] if way == "address" else [str(tmp_path / "id")]
     environs = [{**environ, "RANK": str(rank)} for rank in range(NRANKS)]
     return run_together([command] * NRANKS, environs, timeout=120)
@@ -45,7 +46,7 @@ def start_by_hand(way: str, tmp_path: Path, order: str = "") -> list[CompletedJo
 def start_by_torchrun(tmp_path: Path, order: str = "") -> list[CompletedJob]:
     how = ["--nproc-per-node", str(NRANKS), "--master-addr", "127.0.0.1"]
     how += ["--master-port", str(free_port())]
-    command = torchrun(how, "outlive.py", str(tmp_path))
+    command = torchrun(how, "outlive.py", str(tmp_path), python=warm_python(*PACKAGES))
     return run_together([command], [{"OUTLIVE_ORDER": order}], timeout=120)
 
 
@@ -55,7 +56,7 @@ def test_started_by_hand(way: str, tmp_path: Path) -> None:
 
 
 def test_started_by_miraccl_run(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "miraccl", "run", "-n", str(NRANKS), PROGRAM, str(tmp_path)]
+    command = [warm_python(), "-m", "miraccl", "run", "-n", str(NRANKS), PROGRAM, str(tmp_path)]
     check(run_together([command], [{}], timeout=120), tmp_path)
 
 
