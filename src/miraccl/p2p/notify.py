@@ -165,6 +165,8 @@ class Inbox:
             self._drain([pair])
             self._pairs = [p for p in self._pairs if p is not pair]
             self._set_addresses()
+        # A thread between its last look at the queue and its sleep finds no record any more.
+        self._ring(self._table.doorbell)
         if pair.accessed():
             self.put(
                 Notification(
@@ -211,9 +213,10 @@ class Inbox:
 
     def pop(self, match: Callable[[Notification], bool] | None = None) -> Notification | None:
         """Return the next notification that matches, None if there is none."""
+        moved = False
         if not self.queue or match is not None:
             with self._lock:
-                self._drain(self._pairs)
+                moved = self._drain(self._pairs)
         try:
             if match is None:
                 return self.queue.popleft()
@@ -223,6 +226,9 @@ class Inbox:
             return found
         except (IndexError, ValueError):  # another thread has taken it
             return None
+        finally:
+            if moved and self.queue:  # of another thread, which may be about to sleep
+                self._ring(self._table.doorbell)
 
     def wait(self, seconds: float, match: Callable[[Notification], bool] | None = None) -> None:
         """Wait for a notification, for ``seconds`` at most; may return without one.
@@ -235,18 +241,22 @@ class Inbox:
             seconds = min(seconds, MATCH_SLICE_S)
         self._await(nanoseconds(seconds))
 
-    def _drain(self, pairs: Sequence[Ring]) -> None:
-        """Move the records of rings to the queue; the caller holds the lock."""
+    def _drain(self, pairs: Sequence[Ring]) -> bool:
+        """Move the records of rings to the queue; return True if there were any.
+
+        The caller holds the lock.
+        """
         self._words[layout.INBOX_DRAINING // 8] = 1
         try:
-            for pair in pairs:
-                self._drain_one(pair)
+            moved = [self._drain_one(pair) for pair in pairs]
+            return any(moved)
         finally:
             self._words[layout.INBOX_DRAINING // 8] = 0
 
-    def _drain_one(self, pair: Ring) -> None:
-        take, address = self._take, pair.address
+    def _drain_one(self, pair: Ring) -> bool:
+        take, address, moved = self._take, pair.address, False
         while record := take(address):
+            moved = True
             if record == -1:
                 self._enqueue(
                     Notification(
@@ -263,7 +273,7 @@ class Inbox:
                 )
                 self._pairs = [p for p in self._pairs if p is not pair]
                 self._set_addresses()
-                return
+                return True
             _, status, number = _RECORD.unpack_from(record)
             data, error = record[layout.RECORD_BYTES :], None
             if status != STATUS_OK:
@@ -274,3 +284,4 @@ class Inbox:
                     peer=pair.peer_name, agent=pair.agent, tag=number, data=data, error=error
                 )
             )
+        return moved
