@@ -1,16 +1,16 @@
 """Verbs against perftest on the same Soft-RoCE devices, in the same boot of a guest.
 
     tests/guest/vm/run-in-vm --engine uml -r 2 -t 1800 -w bench/results -- \\
-        .venv/bin/python bench/verbs_guest.py --out verbs_guest/uml
+        .venv/bin/python bench/verbs_guest.py --out bench/results/verbs_guest/MACHINE-DATE
 
 Only ratios mean something here. With one processor the peers are ``ib_send_bw`` and ``ib_send_lat``
 with --events: for writes perftest can only poll, and two processes that poll on one processor take
-turns by its tick (4.5 ms per message of 64 KiB). Both sides are timed alike, as the difference
-between a long and a short run, because perftest prints zeros where /proc/cpuinfo has no clock rate
-(User-mode Linux). perftest writes without notifying its receiver; our receiver gets every message,
-checks its signature and gives the memory back. Both have eight messages in flight: with the 128 of
-perftest's default, Soft-RoCE loses packets and is several times slower. Variants take turns; run it
-on an idle machine, as one processor of the guest carries both sides and the network.
+turns by its tick (4.5 ms per message of 64 KiB). Ours is the difference between a long and a short
+run, perftest's what it prints. perftest writes without notifying its receiver; our receiver gets
+every message, checks its signature and gives the memory back. Both have eight messages in flight:
+with the 128 of perftest's default, Soft-RoCE loses packets and is several times slower. Variants
+take turns; run it on an idle machine, as one processor of the guest carries both sides and the
+network.
 
 The cases with loss set netem on both devices and compare the recovery of UC and UD by the datagram
 machine with that of Soft-RoCE's reliable connections (go-back-N, perftest's and ours).
@@ -23,8 +23,9 @@ kind; messages of UD are compared by their bytes, as perftest sends one packet e
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -88,12 +89,12 @@ def await_word(ctx, address, target):
     drive, turns = load(ctx), 0
     while load_acquire(address) < target:
         turns += 1
-        if turns > DRIVING_SPINS:
+        if turns > load(ctx + 72):
             sched_yield()
             store(ctx + 48, load(ctx + 48) + 1)
         if drive != 0:
             call4(drive, load(ctx + 8), DRIVE_POLL, 0, 0)
-        if turns > DRIVING_SPINS + load(ctx + 64):
+        if turns > load(ctx + 72) + load(ctx + 64):
             if drive != 0:
                 call4(drive, load(ctx + 8), DRIVE_HAND_OVER, 0, 0)
             control = load(ctx + 16)
@@ -154,7 +155,7 @@ class Peer:
         self.memory = PrivateMemory(max(nbytes, 4096))
         self.page = PrivateMemory(1 << 16)  # the executor's control page
         # drive, its argument, control page, the number 1, timeout of a sleep (two words), counts of
-        # yields and sleeps, yields before a sleep
+        # yields and sleeps, yields before a sleep, turns before a yield
         self.context = PrivateMemory(4096)
         library = load_library()
         ports = [(h, h.ports[0]) for h in read_hcas() if h.name == f"rxe{1 - rank}"]
@@ -189,7 +190,8 @@ class Peer:
             self.engine.add_region(self.memory.address, max(nbytes, 4096))
         self.counts = [0, 0]
         drive, argument = self.engine.driver(overlap=False)
-        words = (drive, argument, self.page.address, 1, 0, 1_000_000, 0, 0, DRIVING_YIELDS)
+        words = (drive, argument, self.page.address, 1, 0, 1_000_000, 0, 0)
+        words += (DRIVING_YIELDS, DRIVING_SPINS)
         for i, word in enumerate(words):
             memory_at(self.context.address + 8 * i, 8)[:] = word.to_bytes(8, "little")
 
@@ -311,6 +313,31 @@ def ours(kind: str, qps: int, nbytes: int, counts: tuple[int, int], pair: PairKi
     return (times[1] - times[0]) / (counts[1] - counts[0]) / (2 if kind == "lat" else 1)
 
 
+def within(seconds: float, measure: Callable[[], float]) -> float:
+    """Return the result of ``measure`` in an own process, NaN if it takes too long or fails."""
+    ends = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setpgid(0, 0)
+        try:
+            os.write(ends[1], repr(measure()).encode())
+        except Exception as error:
+            note(repr(error))
+        finally:
+            os._exit(0)
+    until = time.monotonic() + seconds
+    while not os.waitpid(pid, os.WNOHANG)[0]:
+        if time.monotonic() > until:
+            os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            break
+        time.sleep(0.02)
+    os.close(ends[1])
+    text = os.read(ends[0], 100).decode()
+    os.close(ends[0])
+    return float(text or "nan")
+
+
 def _serve(peer: Peer, kind: str, counts: tuple[int, int]) -> list[float]:
     action: Callable[[int], float] = peer.ping_pong if kind == "lat" else peer.stream
     action(max(1, counts[0] // 4))  # warm up
@@ -336,33 +363,48 @@ def perftest(
     *,
     depth: int = 8,
 ) -> float:
-    """Return the same of ``ib_write_bw`` or ``ib_write_lat``; ``verb`` may be ``send``."""
-    times = []
-    parts = 1
+    """Return the same as ``ib_write_bw`` or ``ib_write_lat`` report; ``verb`` may be ``send``."""
+    parts, count = 1, counts[1]
     if pair is PairKind.UD:  # one packet per message
         parts = -(-nbytes // 4096)
-        nbytes, counts = 4096, (counts[0] * parts, counts[1] * parts)
-    for count in counts:
-        command = [f"ib_{verb}_{kind}", "-x", GID_INDEX, "-m", "4096", "-s", str(nbytes)]
-        command += ["-n", str(count), "-F"] + (["-q", str(qps)] if kind == "bw" else [])
-        if kind == "bw":  # eight as our FIFO; Soft-RoCE loses packets of deeper queues
-            command += ["-t", str(depth)]
-        if pair:
-            command += ["-c", pair.name]
-        if verb == "send" or pair:
-            command.append("--events")
-        if kind == "bw" and qps > 1:  # its -n is per queue pair
-            command[command.index("-n") + 1] = str(max(5, count // qps))
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        server = subprocess.Popen([*command, "-d", "rxe0"], **quiet)  # type: ignore[call-overload]
-        time.sleep(1.0)
-        start = time.perf_counter()
-        subprocess.run([*command, "-d", "rxe1", SERVER], check=True, timeout=TIMEOUT_S, **quiet)  # type: ignore[call-overload]
-        times.append(time.perf_counter() - start)
-        note(f"{' '.join(command)}: {times[-1]:.2f} s")
+        nbytes, count = 4096, count * parts
+    command = [f"ib_{verb}_{kind}", "-x", GID_INDEX, "-m", "4096", "-s", str(nbytes), "-F"]
+    if kind == "bw":  # eight as our FIFO; Soft-RoCE loses packets of deeper queues
+        command += ["-t", str(depth), "-q", str(qps)]
+    command += ["-n", str(max(5, count // qps))]  # per queue pair
+    if pair:
+        command += ["-c", pair.name]
+    if verb == "send" or pair:
+        command.append("--events")
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    server = subprocess.Popen([*command, "-d", "rxe0"], **quiet)  # type: ignore[call-overload]
+    time.sleep(1.0)
+    client = [*command, "-d", "rxe1", SERVER]
+    try:
+        text = subprocess.run(
+            client, check=True, timeout=TIMEOUT_S, capture_output=True, text=True
+        ).stdout
+    finally:
+        server.kill()
         server.wait(TIMEOUT_S)
-    seconds = (times[1] - times[0]) / (counts[1] - counts[0]) * parts
-    return seconds / (2 if kind == "lat" else 1)
+    rows = [line.split() for line in text.splitlines() if line.split()[:1] == [str(nbytes)]]
+    note(f"{' '.join(command)}: {rows}")
+    if kind == "lat":  # bytes, iterations, least, most, typical, average ... in us
+        return float(rows[-1][5]) / 1e6
+    return nbytes * parts / (float(rows[-1][3]) * (1 << 20))  # bytes, iterations, peak, average
+
+
+def provide_clock_rate() -> None:
+    """Give perftest a clock rate: it prints zeros where /proc/cpuinfo has none (User-mode Linux),
+    and measures the rate itself if this one is wrong.
+    """
+    with open("/proc/cpuinfo") as file:
+        text = file.read()
+    if "MHz" in text:
+        return
+    with open("/tmp/cpuinfo", "w") as file:
+        file.write(text.rstrip() + "\ncpu MHz\t\t: 1000.000\n\n")
+    subprocess.run(["mount", "--bind", "/tmp/cpuinfo", "/proc/cpuinfo"], check=True)
 
 
 #: Case: (kind, queue pairs, bytes, message counts of the two runs, kind of queue pairs).
@@ -408,26 +450,53 @@ def note(text: str) -> None:
     print(f"{time.strftime('%X')} {text}", file=sys.stderr, flush=True)
 
 
+def report(out: str, settings: dict[str, Any], results: dict[str, dict[str, Any]]) -> None:
+    """Write the cases so far: a run that is cut off keeps them."""
+    columns = ("Case", "perftest us", "miraccl us", "Ratio", "Goal")
+    rows = []
+    for name, each in results.items():
+        times = (f"{each[key]:.1f}" for key in ("perftest_us", "miraccl_us"))
+        rows.append((name, *times, f"{each['ratio']:.2f}", each["goal"]))
+    text = common.heading("Verbs in a guest", settings["machine"])
+    text += (
+        "\nMicroseconds per message; the ratio is the share of perftest's bandwidth, or the "
+        "multiple of its latency. One processor (User-mode Linux) for both sides and Soft-RoCE: "
+        "only ratios mean something.\n\n"
+    )
+    common.save(out, settings | {"cases": results}, text + common.markdown_table(columns, rows))
+
+
+def goal_of(name: str, kind: str, pair: PairKind | None) -> str:
+    """Return the goal of a case."""
+    if name in LOSS_CASES:
+        return ">= 5" if pair else "-"
+    if kind == "lat":
+        return "<= 1.25"
+    return ">= 0.90" if pair else ">= 0.95"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="factor of all message counts")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds of one measurement")
     parser.add_argument("--depth", type=int, default=8, help="messages of perftest in flight")
     parser.add_argument("--cases", default="", help="names of cases separated by semicolons")
-    parser.add_argument("--out", help="name of the result files below bench/results")
+    common.add_output_option(parser)
     args = parser.parse_args()
     verb = "send" if os.cpu_count() == 1 else "write"
-    results: dict[str, Any] = {
+    settings: dict[str, Any] = {
+        "machine": common.describe_machine(),
         "peer": f"ib_{verb}_bw, ib_{verb}_lat",
         "depth": args.depth,
         "loss": LOSS,
     }
-    lines = [f"{'case':16} {'perftest us':>12} {'miraccl us':>12} {'ratio':>7}"]
+    results: dict[str, dict[str, Any]] = {}
     compile_loops()
+    provide_clock_rate()
     note("compiled")
-    print(lines[0])
     for name, (kind, qps, nbytes, counts, pair) in (CASES | LOSS_CASES).items():
         if args.cases and name not in args.cases.split(";"):
             continue
@@ -438,21 +507,24 @@ def main() -> None:
         for _ in range(args.rounds):
             peer_kind = None if lossy else pair
             peer_verb = "send" if pair and not lossy else verb
-            peer = perftest(kind, qps, nbytes, scaled, peer_verb, peer_kind, depth=args.depth)
-            note(f"{name}: perftest {peer * 1e6:.1f} us")
-            rows.append((peer, ours(kind, qps, nbytes, scaled, pair)))
-            note(f"{name}: miraccl {rows[-1][1] * 1e6:.1f} us")
+            other = functools.partial(
+                perftest, kind, qps, nbytes, scaled, peer_verb, peer_kind, depth=args.depth
+            )
+            peer = within(args.timeout, other)
+            one = functools.partial(ours, kind, qps, nbytes, scaled, pair)
+            rows.append((peer, within(args.timeout, one)))
+            note(f"{name}: perftest {peer * 1e6:.1f} us, miraccl {rows[-1][1] * 1e6:.1f} us")
         theirs, own = (statistics.median(column) * 1e6 for column in zip(*rows, strict=True))
         # Bandwidth as a share of perftest's; latency as a multiple of it.
-        ratio = own / theirs if kind == "lat" else theirs / own
-        results[name] = {"perftest_us": theirs, "miraccl_us": own, "ratio": ratio, "rows": rows}
-        lines.append(f"{name:16} {theirs:12.1f} {own:12.1f} {ratio:7.2f}")
-        print(lines[-1], flush=True)
+        results[name] = {
+            "perftest_us": theirs,
+            "miraccl_us": own,
+            "ratio": own / theirs if kind == "lat" else theirs / own,
+            "goal": goal_of(name, kind, pair),
+            "rows": rows,
+        }
+        report(args.out, settings, results)
     set_loss("")
-    if args.out:
-        common.save(args.out, {"kernel": os.uname().release, "cases": results}, "\n".join(lines))
-    else:
-        print(json.dumps(results))
 
 
 if __name__ == "__main__":

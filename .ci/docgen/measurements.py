@@ -165,6 +165,12 @@ BENCHMARKS = (
         text="Several paths with loss, slow and dying paths, incast; beside iperf3 over TCP.",
     ),
     Benchmark(
+        folder="verbs_guest",
+        title="Verbs in a guest",
+        script="bench/verbs_guest.py",
+        text="Ratios to perftest on Soft-RoCE, in the same boot of a guest with one processor.",
+    ),
+    Benchmark(
         folder="gpu_links",
         title="Links between GPUs",
         script="bench/gpu_links.py",
