@@ -43,7 +43,7 @@ def test_a_sleeper_is_woken_by_the_thread_that_drains_the_ring(
     load_word = bound("load_word")
     while not load_word(table.doorbell + layout.DOORBELL_SLEEPERS) & 0xFFFFFFFF:
         assert thread.is_alive()
-    assert notify("post_now")(pair.address, elsewhere.doorbell, b"last") == 1
+    assert notify("post_record")(pair.address, elsewhere.doorbell, 0, 0, b"last", 4) == 1
     take(inbox, pair)
     assert woken.wait(LIMIT_S)
     thread.join(LIMIT_S)
