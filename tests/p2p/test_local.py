@@ -158,6 +158,7 @@ def test_round_trips(target: Remote, agent: miraccl.Agent, one_core: bool) -> No
             assert found is not None
             assert type(found) is Notification
             assert (found.peer, found.tag, found.data, found.error) == ("target", 0, data, None)
+            assert hash(found) == hash(tuple(found))
     finally:
         for pid in (0, target.pid):
             os.sched_setaffinity(pid, cores)

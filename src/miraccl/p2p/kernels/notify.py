@@ -6,6 +6,7 @@ if there are sleepers (``kernels.receive``).
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from miraccl.native.intrinsics import (
@@ -35,6 +36,9 @@ from miraccl.p2p import segment_layout as layout
 
 #: Offset of ``ob_type`` in an object (CPython Include/object.h).
 OB_TYPE = 8
+#: Offset of the cached hash in a tuple, which is -1 at first; 0 before Python 3.14, which has none
+#: (CPython Include/cpython/tupleobject.h).
+TUPLE_HASH = 24 if sys.version_info >= (3, 14) else 0
 
 
 @inline
@@ -173,6 +177,8 @@ def take_plain(inbox: int) -> int:
                 return 0
             # As ``tuple.__new__(Notification, fields)``, in a third of its time.
             made = PyType_GenericAlloc(load(inbox + layout.INBOX_TYPE), 5)
+            if TUPLE_HASH != 0:
+                store(made + TUPLE_HASH, -1)
             data = PyBytes_FromStringAndSize(0, nbytes)
             number = load(ring + ((head + 8) & (layout.RING_BYTES - 1)))
             ring_copy(ring, head + layout.RECORD_BYTES, PyBytes_AsString(data), nbytes, True)
