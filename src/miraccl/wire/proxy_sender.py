@@ -4,7 +4,8 @@ A message is SENDING as soon as the peer can hold it: message m needs ``m - cred
 (credit: messages that the peer's executor has consumed, carried as ``ack`` by every frame), and one
 larger than the peer's slots needs a CTS for a large enough buffer; without one, an ANNOUNCE asks
 for it. Small messages are sent whole over stream 0, larger ones in segments over whichever stream
-has capacity, lowest message first. When the kernel has all bytes of all messages up to m,
+has capacity, lowest message first; over several networks of known rates, both over the stream that
+is expected to deliver them first. When the kernel has all bytes of all messages up to m,
 ``PublishTail(m + 1)`` returns the sender's memory.
 """
 
@@ -260,7 +261,7 @@ class SendHalf:
         length = left if small else min(left, self._segment_bytes(record.nbytes))
         if not small and self.config.policy != SHARES:
             stream, length = self._piece(message, record, left)
-        elif not small and self.config.rails > 1 and all(self._rate[: self.config.data_streams]):
+        elif self.config.rails > 1 and all(self._rate[: self.config.data_streams]):
             stream = self._earliest(length)
         if stream < 0 or not self._has_capacity(stream):
             return False

@@ -483,7 +483,7 @@ def send_segment(link: int, ack: int) -> bool:
         chosen = stream_of_piece(policy, message, queued, piece, nstreams)
         index = chosen if chosen >= 0 else least_loaded(link, 0, nstreams, spread)
         length = min(left, piece)
-    elif not small and load(link + layout.LINK_RAILS) > 1 and rates_known(link):
+    elif load(link + layout.LINK_RAILS) > 1 and rates_known(link):
         index = earliest(link, length)
     if index < 0 or not has_capacity(link, index):
         return False

@@ -151,8 +151,12 @@ def poll_directly(engine: int) -> None:
         link = link_at(engine, i)
         if link != 0 and not asks:
             stream = stream_of(link, 0)
-            # of a large payload, the kernel reports much at a time (``set_low_water``)
-            if load(stream + layout.STREAM_REMAINING) >= LOW_WATER_MIN:
+            # of a large payload, the kernel reports much at a time (``set_low_water``); over
+            # several networks, small messages use any stream
+            if (
+                load(stream + layout.STREAM_REMAINING) >= LOW_WATER_MIN
+                or load(link + layout.LINK_RAILS) > 1
+            ):
                 asks = True
             else:
                 store(stream + layout.STREAM_READABLE, 1)
