@@ -193,6 +193,7 @@ inline void store_line(uint4* p, uint4 v) {
 inline u64 load_word(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 inline u64 load_acquire(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline u64 load_table_word(const u64* p) { return *p; }
+inline int opaque(int x) { return x; }
 inline uint4 load_if(bool condition, const uint4* p) { return condition ? *p : uint4{0, 0, 0, 0}; }
 inline void store_word(u64* p, u64 v) {
   progress++;

@@ -149,7 +149,11 @@ __device__ __forceinline__ A combine(A a, A b) {
 }
 
 __device__ __forceinline__ A finish(A a) {
-#if defined(OP_AVG)
+#if defined(OP_AVG) && defined(TYPE_INT8)
+  // NVRTC 12.9 and 13.0 narrow the division to 8 bits and lose a sign extension in ``row_reduce``:
+  // -11 / 2 was 123 in the first byte of vectors (PTX: 79 cvt.s16.s8 for 80 elements).
+  return (A)(opaque(a) / (int)RANKS);
+#elif defined(OP_AVG)
   return (A)(a / (A)RANKS);  // integers are truncated towards zero
 #else
   return a;

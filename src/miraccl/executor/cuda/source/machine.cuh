@@ -115,6 +115,12 @@ __device__ __forceinline__ u32 count_bits(u32 x) {
   return n;
 }
 
+// Return ``x``, about which the compiler then knows nothing.
+__device__ __forceinline__ int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // Load a word of this launch's message table. The asm keeps the compiler from merging this load
 // with one from the arguments, which are in another memory space.
 __device__ __forceinline__ u64 load_table_word(const u64* p) {
