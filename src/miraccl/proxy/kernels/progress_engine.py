@@ -341,7 +341,9 @@ def drive(engine: int, mode: int, unused: int, unused2: int) -> int:
         if load_acquire(engine + layout.ENGINE_DOZING) != 0:
             ring(engine)
         return 1
-    if load(engine + layout.ENGINE_OVERLAP) != 0 and moves_much(engine):
+    # A thread that dozes moves nothing for up to ``DOZE_NS``: longer than a message of 1 MiB takes.
+    dozes = load_acquire(engine + layout.ENGINE_DOZING) != 0
+    if load(engine + layout.ENGINE_OVERLAP) != 0 and not dozes and moves_much(engine):
         return 0
     if exchange(engine + layout.ENGINE_LOCK, 1) != 0:
         return 0
