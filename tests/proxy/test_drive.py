@@ -79,6 +79,7 @@ def tcp_ranks():
 
 @pytest.fixture(params=["tcp", "rc", "ud"])
 def ranks(request, monkeypatch):
+    monkeypatch.setattr("miraccl.proxy.verbs.engine.has_one_core", lambda: False)
     monkeypatch.setattr(VerbsDatagramEngine, "can_be_driven", True)
     if request.param == "tcp":
         yield request.getfixturevalue("tcp_ranks")

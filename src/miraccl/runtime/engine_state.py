@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -19,6 +20,8 @@ SHARED_CORES = WaitPolicy(spin=30, yields=60, membarrier=False)
 #: Spins and yields of ranks that advance network connections while they wait: each makes a system
 #: call, and a sleep hands the connections to a thread, which costs two switches.
 DRIVING_SPINS, DRIVING_YIELDS = 30, 300
+#: The same of ranks with a single core whose connections an engine's thread advances.
+ONE_CORE_SPINS, ONE_CORE_YIELDS = 0, 5
 #: Ranks per core up to which the thread of a proxy has a core of its own.
 OVERLAP_RANKS_PER_CORE = 0.5
 
@@ -71,6 +74,9 @@ def drive_network(context: Context, proxy: NetworkProxy, ranks_per_core: float) 
     """Let the engine advance the connections of ``proxy`` while it waits, if the proxy can."""
     function, argument = proxy.driver(overlap=ranks_per_core <= OVERLAP_RANKS_PER_CORE)
     if function == 0:
+        if len(os.sched_getaffinity(0)) == 1:
+            context.set(layout.CTX_SPIN, ONE_CORE_SPINS)
+            context.set(layout.CTX_YIELDS, ONE_CORE_YIELDS)
         return
     context.set(layout.CTX_SPIN, DRIVING_SPINS)
     context.set(layout.CTX_YIELDS, DRIVING_YIELDS)

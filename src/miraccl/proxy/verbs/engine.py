@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from miraccl import native, trace
 from miraccl.native.verbs_abi import VerbsLibrary
-from miraccl.proxy.compiled_thread import SPIN_NS, CompiledThread, Kernel
+from miraccl.proxy.compiled_thread import CompiledThread, Kernel, has_one_core
 from miraccl.proxy.kernels import link_layout
 from miraccl.proxy.verbs.connection_memory import EngineConnection
 from miraccl.proxy.verbs.engine_devices import EngineDevices
@@ -53,7 +53,7 @@ class VerbsEngine(CompiledThread[EngineConnection]):
         wake: Wake,
         on_lost: OnLost,
         control: int = 0,
-        spin_ns: int = SPIN_NS,
+        spin_ns: int | None = None,
     ) -> None:
         self._verbs = library
         self._failures: dict[int, str] = {}
@@ -72,8 +72,11 @@ class VerbsEngine(CompiledThread[EngineConnection]):
 
     def driver(self, *, overlap: bool) -> tuple[int, int]:
         """Return the function by which a waiting executor advances the connections, and its first
-        argument; ``overlap`` changes nothing, as the adapter moves payloads.
+        argument; ``overlap`` changes nothing, as the adapter moves payloads. With a single core
+        there is none: waiting ranks sleep.
         """
+        if has_one_core():
+            return 0, 0
         return self._library.address(native.PREFIX + "drive"), self._memory.address
 
     def counters(self) -> dict[str, int]:
