@@ -432,9 +432,9 @@ CASES: dict[str, tuple[str, int, int, tuple[int, int], PairKind | None]] = {
 #: With ``LOSS`` on both devices, against perftest's RC.
 LOSS = "1%"
 LOSS_CASES: dict[str, tuple[str, int, int, tuple[int, int], PairKind | None]] = {
-    "loss, RC 64 KiB": ("bw", 1, 1 << 16, (50, 250), None),
-    "loss, UC 64 KiB": ("bw", 1, 1 << 16, (50, 250), PairKind.UC),
-    "loss, UD 64 KiB": ("bw", 1, 1 << 16, (50, 250), PairKind.UD),
+    "loss, RC 64 KiB": ("bw", 1, 1 << 16, (100, 1100), None),
+    "loss, UC 64 KiB": ("bw", 1, 1 << 16, (100, 1100), PairKind.UC),
+    "loss, UD 64 KiB": ("bw", 1, 1 << 16, (100, 1100), PairKind.UD),
 }
 DEVICES = ("r0", "r1")
 
