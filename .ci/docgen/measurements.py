@@ -171,6 +171,12 @@ BENCHMARKS = (
         text="Ratios to perftest on Soft-RoCE, in the same boot of a guest with one processor.",
     ),
     Benchmark(
+        folder="udp_loss",
+        title="UDP on one path with loss",
+        script="bench/udp_paths.py --rows one tail",
+        text="Medians of three rounds, in turns with iperf3 over TCP.",
+    ),
+    Benchmark(
         folder="gpu_links",
         title="Links between GPUs",
         script="bench/gpu_links.py",
