@@ -11,6 +11,7 @@ import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
@@ -29,7 +30,12 @@ from miraccl.transport import connect_round
 from miraccl.transport.base import Endpoint
 from miraccl.transport.fifo import Mode, PrivateMemory, memory_at
 from miraccl.transport.registry import TCP
-from miraccl.transport.socket import ConnectInfo, SocketOptions, SocketTransport
+from miraccl.transport.socket import (
+    RECEIVE_WINDOW_BYTES,
+    ConnectInfo,
+    SocketOptions,
+    SocketTransport,
+)
 from miraccl.wire.proxy_records import LossKind
 from miraccl.wire.stream import HELLO_BYTES, InitiatorHandshake, StreamIdentity, derive_key
 from tests.support.fault_injection import PARTIAL, FaultSweep, limit_descriptors, open_files
@@ -652,6 +658,23 @@ def test_idle_proxy_makes_no_round(pair):
 
     pair.wait(quiet, "a proxy never sleeps")
     assert all(proxy.rounds for proxy in proxies)
+
+
+def test_streams_have_a_large_window_and_no_pacing_on_loopback(pair):
+    """The low-water mark that enlarges the buffer is gone again: it would hide small frames."""
+    allowed = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split()
+    for transport in pair.transports.values():
+        for stream in (sock for socks in transport._streams.values() for sock in socks):
+            receive_bytes = stream.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+            assert receive_bytes >= min(RECEIVE_WINDOW_BYTES, largest_receive_bytes() // 2)
+            assert stream.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
+            used = stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+            assert "cubic" not in allowed or used.rstrip(b"\0") == b"cubic"
+
+
+def largest_receive_bytes() -> int:
+    """Return the size to which the kernel enlarges a receive buffer."""
+    return int(Path("/proc/sys/net/ipv4/tcp_rmem").read_text().split()[2])
 
 
 def test_streams_are_spread_over_attached_networks(monkeypatch):
