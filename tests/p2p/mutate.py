@@ -21,15 +21,18 @@ def valid(regions: Regions, rng: random.Random, number: int) -> bytes:
     region = regions.regions[slot]
     kind = rng.choice((wire.PUT, wire.PUT, wire.GET, wire.NOTIFY, wire.END))
     if kind == wire.NOTIFY:
-        return wire.Request(kind=kind, number=number, payload=8, generation=1).encode() + b"\1" * 8
+        return (
+            wire.TargetRequest(kind=kind, number=number, payload=8, generation=1).encode()
+            + b"\1" * 8
+        )
     if kind == wire.END:
-        return wire.Request(kind=kind, number=number).encode()
+        return wire.TargetRequest(kind=kind, number=number).encode()
     extents = []
     for _ in range(rng.randint(1, 4)):
         offset = rng.randint(0, region.nbytes - 1)
         extents.append((offset, rng.randint(0, min(100, region.nbytes - offset))))
     payload = sum(n for _, n in extents)
-    head = wire.Request(
+    head = wire.TargetRequest(
         kind=kind,
         flags=rng.randint(0, 3),
         number=number,

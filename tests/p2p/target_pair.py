@@ -13,7 +13,7 @@ from miraccl.p2p.registration import RegionTable
 from miraccl.p2p.serving import ServedStream
 from miraccl.transport.region import Rights
 from miraccl.wire.p2p import Introduction
-from miraccl.wire.p2p_target import Notify, Place, Region, Send, SendMemory, Target
+from miraccl.wire.p2p_target import Notify, Place, SendBytes, SendMemory, Target, TargetRegion
 
 #: Bytes before and after each region that nothing may write.
 GUARD = 4096
@@ -35,7 +35,7 @@ class Regions:
         self.memory: dict[int, Any] = {}
         self.whole: dict[int, Any] = {}
         self.model: dict[int, bytearray] = {}
-        self.regions: dict[int, Region] = {}
+        self.regions: dict[int, TargetRegion] = {}
         for access, nbytes in SIZES.items():
             whole = np.full(nbytes + 2 * GUARD, PATTERN, np.uint8)
             part = whole[GUARD : GUARD + nbytes]
@@ -43,7 +43,7 @@ class Regions:
             key = bytes([len(access)]) * 16
             slot, generation = self.table.publish(memory_of(part, "x", "test"), rights, key)
             self.whole[slot], self.memory[slot] = whole, part
-            self.regions[slot] = Region(
+            self.regions[slot] = TargetRegion(
                 generation=generation, key=key, rights=int(rights), nbytes=nbytes
             )
         self.reset()
@@ -75,7 +75,7 @@ class Regions:
         match instruction:
             case Place(slot=slot, offset=offset, data=data):
                 self.model[slot][offset : offset + len(data)] = data
-            case Send(data=data):
+            case SendBytes(data=data):
                 return bytes(data)
             case SendMemory(slot=slot, extents=extents, head=head, tail=tail):
                 memory = self.model[slot]

@@ -18,7 +18,7 @@ from miraccl.errors import AuthenticationError, InvalidUsage, MiracclError, Prot
 from miraccl.p2p import extents
 from miraccl.p2p.descriptors import RemoteMemory
 from miraccl.transport.region import Rights
-from miraccl.wire.p2p import InitiatorSide, Introduction, TargetSide, Welcome, protocol_secret
+from miraccl.wire.p2p import AgentWelcome, InitiatorSide, Introduction, TargetSide, protocol_secret
 from tests.p2p.kit import remote_agent
 
 
@@ -108,7 +108,7 @@ def test_initiator_that_ends_in_a_transfer_is_reported() -> None:
     with miraccl.Agent("target", secret="test", timeout=10) as target:
         registration = target.register(np.zeros(4096, np.uint8))
         sock, _ = handshake(target)
-        put = wire.Request(
+        put = wire.TargetRequest(
             kind=wire.PUT,
             flags=wire.LAST | wire.NOTIFIES,
             number=5,
@@ -177,7 +177,7 @@ def test_a_replayed_session_is_refused() -> None:
 
 
 def test_sides_agree_and_mutations_are_refused() -> None:
-    welcome = Welcome(
+    welcome = AgentWelcome(
         name="t",
         agent=bytes(32),
         host="h",

@@ -49,7 +49,7 @@ def requests(draw: Any, regions: Regions) -> Any:
         data = draw(st.binary(max_size=40))
         status, linked = draw(st.sampled_from([(0, 1), (0, 0), (5, 0)]))
         return (
-            wire.Request(
+            wire.TargetRequest(
                 kind=kind,
                 number=number,
                 payload=len(data),
@@ -60,7 +60,7 @@ def requests(draw: Any, regions: Regions) -> Any:
             + data
         )
     if kind == wire.END:
-        return wire.Request(kind=kind, number=number, position=position).encode()
+        return wire.TargetRequest(kind=kind, number=number, position=position).encode()
     extents = []
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, region.nbytes))
@@ -70,7 +70,7 @@ def requests(draw: Any, regions: Regions) -> Any:
             st.sampled_from([(region.nbytes, 1), (-1, 2), (1 << 62, 4), (region.nbytes - 1, 2)])
         )
     payload = sum(n for _, n in extents)
-    head = wire.Request(
+    head = wire.TargetRequest(
         kind=kind,
         flags=draw(st.integers(0, 3)),
         number=number,
@@ -113,7 +113,7 @@ def test_large_and_many_extents(regions: Regions) -> None:
     slot = next(s for s, r in regions.regions.items() if r.nbytes == SIZES["rw"])
     region = regions.regions[slot]
     extents = tuple((i, 1) for i in range(0, 2048, 2))
-    put = wire.Request(
+    put = wire.TargetRequest(
         kind=wire.PUT,
         flags=wire.LAST,
         number=1,
@@ -123,7 +123,7 @@ def test_large_and_many_extents(regions: Regions) -> None:
         key=region.key,
         extents=extents,
     )
-    get = wire.Request(
+    get = wire.TargetRequest(
         kind=wire.GET,
         number=2,
         slot=slot,
@@ -138,7 +138,7 @@ def test_large_and_many_extents(regions: Regions) -> None:
 def test_a_partial_frame_at_the_end_is_stored(regions: Regions) -> None:
     slot = next(s for s, r in regions.regions.items() if r.nbytes == SIZES["rw"])
     region = regions.regions[slot]
-    put = wire.Request(
+    put = wire.TargetRequest(
         kind=wire.PUT,
         flags=wire.LAST | wire.NOTIFIES,
         number=1,

@@ -19,7 +19,7 @@ from miraccl.errors import (
     as_system_failure,
 )
 from miraccl.p2p.arrays import Memory, memory_of, windows
-from miraccl.p2p.connector import Connector, Identity, Path, agent_secret
+from miraccl.p2p.connector import Connector, Identity, PeerPath, agent_secret
 from miraccl.p2p.control import ControlThread
 from miraccl.p2p.descriptors import RemoteMemory, parse_access
 from miraccl.p2p.notify import Inbox, Notification, PairSegment, nanoseconds
@@ -27,7 +27,7 @@ from miraccl.p2p.peer import Peer
 from miraccl.p2p.registration import AccessLines, RegionTable, Registration
 from miraccl.p2p.serving import ServedStream
 from miraccl.p2p.transfer import Background
-from miraccl.wire.p2p import AGENT_BYTES, Introduction, Ready, Welcome
+from miraccl.wire.p2p import AGENT_BYTES, AgentWelcome, Introduction, Ready
 
 log = trace.logger("p2p")
 MAX_NAME_BYTES = 100
@@ -247,7 +247,7 @@ class Agent:
             found = next((p for p in self._peers if p.name == name and p.lost is None), None)
         return found or self.connect(address)
 
-    def _watch(self, path: Path, sock: socket.socket) -> None:
+    def _watch(self, path: PeerPath, sock: socket.socket) -> None:
         self._control.watch(sock, functools.partial(self._lost, path, sock))
 
     def forget_peer(self, peer: Peer) -> None:
@@ -257,7 +257,7 @@ class Agent:
         for sock in peer._path.sockets():
             self._control.forget(sock)
 
-    def _lost(self, path: Path, sock: socket.socket) -> None:
+    def _lost(self, path: PeerPath, sock: socket.socket) -> None:
         """Note on the control thread that a connection has ended at its other side."""
         if not path.uses(sock):
             return  # this agent has closed it after a deadline, and opens a new one
@@ -315,12 +315,12 @@ class Agent:
 
     # ---- connections from other agents; on the control thread
 
-    def _welcome(self, introduction: Introduction) -> tuple[Welcome, object]:
+    def _welcome(self, introduction: Introduction) -> tuple[AgentWelcome, object]:
         pair = None
         local = introduction.host == self._identity.host and introduction.stream == 0
         if self._trust == "job" and local:
             pair = PairSegment(introduction.name, introduction.agent)
-        message = Welcome(
+        message = AgentWelcome(
             name=self.name,
             agent=self.agent,
             host=self._identity.host,

@@ -19,12 +19,12 @@ from miraccl.p2p.local_path import LocalPath
 from miraccl.p2p.stream_path import StreamPath
 from miraccl.p2p.transfer import Background
 from miraccl.wire.auth import SECRET_BYTES
-from miraccl.wire.p2p import Introduction, Welcome, protocol_secret
+from miraccl.wire.p2p import AgentWelcome, Introduction, protocol_secret
 
 log = trace.logger("p2p")
 
 
-class Path(Protocol):
+class PeerPath(Protocol):
     """Path to the memory of another agent (``local_path``, ``stream_path``).
 
     Attributes:
@@ -76,12 +76,12 @@ class Connector:
         background: Background,
         trusting: bool,
         timeout: float,
-        watch: Callable[[Path, socket.socket], None],
+        watch: Callable[[PeerPath, socket.socket], None],
     ) -> None:
         self._identity, self._secret, self._background = identity, secret, background
         self._trusting, self._timeout, self._watch = trusting, timeout, watch
 
-    def connect(self, address: str, deadline: Deadline) -> tuple[Welcome, Path]:
+    def connect(self, address: str, deadline: Deadline) -> tuple[AgentWelcome, PeerPath]:
         """Connect to an agent; errors as for ``Agent.connect``."""
         connection = int.from_bytes(clock.random_bytes(7), "little")
         sock, side = dial(address, self._secret, self._introduction(connection, 0), deadline)
@@ -112,7 +112,7 @@ class Connector:
             attempt=attempt,
         )
 
-    def _open_local(self, welcome: Welcome) -> LocalPath | None:
+    def _open_local(self, welcome: AgentWelcome) -> LocalPath | None:
         """Return the path to an agent of this host, None if its memory cannot be reached."""
         if not welcome.pair_inode or welcome.host != self._identity.host or not self._trusting:
             return None
@@ -155,7 +155,7 @@ class Connector:
         return sockets
 
     def _open_streams(
-        self, address: str, connection: int, welcome: Welcome, sockets: list[socket.socket]
+        self, address: str, connection: int, welcome: AgentWelcome, sockets: list[socket.socket]
     ) -> StreamPath:
         attempts = itertools.count(1)
 

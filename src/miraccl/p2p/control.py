@@ -17,7 +17,7 @@ from collections.abc import Callable
 from miraccl import clock, trace
 from miraccl.errors import MiracclError, as_system_failure
 from miraccl.sockets import is_transient
-from miraccl.wire.p2p import Introduction, Ready, TargetSide, Welcome
+from miraccl.wire.p2p import AgentWelcome, Introduction, Ready, TargetSide
 
 log = trace.logger("p2p")
 
@@ -55,7 +55,7 @@ class ControlThread:
         secret: bytes,
         *,
         name: str,
-        welcome: Callable[[Introduction], tuple[Welcome, object]],
+        welcome: Callable[[Introduction], tuple[AgentWelcome, object]],
         arrived: Callable[[object, socket.socket, Ready, bytes], None],
         dropped: Callable[[object], None],
     ) -> None:

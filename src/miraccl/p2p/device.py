@@ -75,7 +75,7 @@ def cut(table: Any) -> Any:
     return rows
 
 
-class KernelLaunch:
+class BlockKernelLaunch:
     """Arguments of a launch over a table of extents, made once for any number of launches.
 
     Args:
@@ -138,11 +138,11 @@ class Copier:
         with contextlib.suppress(SystemFailure), self.gpu.device_guard():
             self.gpu.free(address)
 
-    def prepare(self, table: int, count: int) -> KernelLaunch:
+    def prepare(self, table: int, count: int) -> BlockKernelLaunch:
         """Return the launch that copies the ``count`` extents of a table on this GPU."""
-        return KernelLaunch(self.gpu, self.stream, table, count)
+        return BlockKernelLaunch(self.gpu, self.stream, table, count)
 
-    def start(self, launch: KernelLaunch, event: Any) -> None:
+    def start(self, launch: BlockKernelLaunch, event: Any) -> None:
         """Enqueue a copy, and record ``event`` behind it."""
         gpu = self.gpu
         with gpu.device_guard():
@@ -326,7 +326,7 @@ class DeviceTransfer(Transfer):
         self._release(self._job)
 
 
-class StagedJob:
+class StagedTransfer:
     """Transfer between local GPU memory and CPU memory of the other side, through pinned memory."""
 
     def __init__(
@@ -391,7 +391,7 @@ class StagedRead(Transfer):
 
     def __init__(
         self,
-        job: StagedJob,
+        job: StagedTransfer,
         inner: Transfer,
         notify: bytes | None,
         release: Callable[[Any], None],
@@ -438,7 +438,7 @@ def make_job(
         InvalidUsage: The two memories cannot be connected.
     """
     if remote.device < 0:
-        return StagedJob(path, remote, extents, writes, device)
+        return StagedTransfer(path, remote, extents, writes, device)
     if device < 0 or not isinstance(path, LocalPath):
         raise InvalidUsage(
             f"cannot {op_name}: the memory of agent {remote.name!r} is on a GPU, and "

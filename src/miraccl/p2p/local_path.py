@@ -33,7 +33,7 @@ from miraccl.p2p.transfer import Background, Transfer
 from miraccl.p2p.transfer_plan import Rates, TransferPlan, make_plan
 from miraccl.transport.mapped_file import MappedFile
 from miraccl.transport.region import Rights
-from miraccl.wire.p2p import Welcome
+from miraccl.wire.p2p import AgentWelcome
 
 #: Constants of the prediction, in us and us per byte or extent: one core of an AMD EPYC 9V74 at
 #: 2.6 GHz, Linux 6.x, ``bench/transfers.py``.
@@ -98,7 +98,7 @@ class LocalPath:
         SystemFailure: The segments cannot be mapped, or the process cannot be accessed.
     """
 
-    def __init__(self, welcome: Welcome, background: Background) -> None:
+    def __init__(self, welcome: AgentWelcome, background: Background) -> None:
         if read_word_of(welcome.pid, welcome.probe) != welcome.probe_value:
             raise SystemFailure(f"cannot access the memory of process {welcome.pid}")
         self.pid, self.name, self.agent = welcome.pid, welcome.name, welcome.agent

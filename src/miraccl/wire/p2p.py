@@ -7,7 +7,7 @@ bootstrap is worth nothing here. Two sealed messages follow::
     initiator                                    target
     Hello, Proof                            <--> Challenge
     Introduction (sealed)                   -->
-                                            <--  Welcome (sealed)
+                                            <--  AgentWelcome (sealed)
     requests: PUT, GET, NOTIFY, END         -->
                                             <--  replies: ACK, DATA
 
@@ -66,7 +66,7 @@ class Introduction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Welcome:
+class AgentWelcome:
     """Answer of a target. Descriptors are numbers in its process; 0 and no inode: not offered.
 
     ``probe`` is the address of a word with the value ``probe_value``: an initiator that can read it
@@ -131,7 +131,7 @@ class InitiatorSide:
         self._reader = FrameReader()
         self._opener: auth.Opener | None = None
         self._sealer: auth.Sealer | None = None
-        self.welcome: Welcome | None = None
+        self.welcome: AgentWelcome | None = None
 
     def start(self) -> bytes:
         return encode_frame(framing.encode(self._hello))
@@ -155,7 +155,7 @@ class InitiatorSide:
         if self.welcome is not None:
             raise ProtocolError("the target sent more than one welcome")
         body = self._opener.open(frame)
-        self.welcome = framing.decode(body, {Welcome.KIND: Welcome})
+        self.welcome = framing.decode(body, {AgentWelcome.KIND: AgentWelcome})
         return b""
 
     def _challenged(self, frame: bytes) -> bytes:
@@ -214,7 +214,7 @@ class TargetSide:
             out += self._frame(frame)
         return out
 
-    def welcome(self, message: Welcome) -> bytes:
+    def welcome(self, message: AgentWelcome) -> bytes:
         assert self._sealer is not None
         return self._sealer.seal(framing.encode(message))
 

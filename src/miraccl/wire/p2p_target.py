@@ -29,7 +29,7 @@ TRAILER = struct.Struct("<q")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class TargetRequest:
     """Header of a request; ``extents`` is what its table says, or its single extent."""
 
     kind: int
@@ -63,7 +63,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Region:
+class TargetRegion:
     """Registered memory, as requests are checked against it."""
 
     generation: int
@@ -82,7 +82,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Send:
+class SendBytes:
     """Instruction: send these bytes."""
 
     data: bytes
@@ -108,7 +108,7 @@ class Notify:
     data: bytes
 
 
-Instruction = Place | Send | SendMemory | Notify
+Instruction = Place | SendBytes | SendMemory | Notify
 
 
 @dataclass(kw_only=True)
@@ -122,7 +122,7 @@ class Target:
         violation: First request that the protocol does not allow, or None.
     """
 
-    regions: Mapping[int, Region]
+    regions: Mapping[int, TargetRegion]
     op: int = -1
     status: int = OK
     position: int = 0
@@ -149,7 +149,7 @@ class Target:
         request, payload = found
         return [i for i in self._put(request, payload) if isinstance(i, Place)]
 
-    def _following(self, partial: bool = False) -> tuple[Request, bytes] | None:
+    def _following(self, partial: bool = False) -> tuple[TargetRequest, bytes] | None:
         if self.violation is not None:
             return None
         try:
@@ -158,7 +158,7 @@ class Target:
             self.violation = error
             return None
 
-    def _next(self, partial: bool = False) -> tuple[Request, bytes] | None:
+    def _next(self, partial: bool = False) -> tuple[TargetRequest, bytes] | None:
         """Cut the next request and its payload off the buffer, None if it is incomplete."""
         buffer = self.buffer
         if len(buffer) < REQUEST.size:
@@ -182,7 +182,7 @@ class Target:
             raise ProtocolError("the extents of a request do not add up to its payload")
         if len(buffer) < size + carried and not partial:
             return None
-        request = Request(
+        request = TargetRequest(
             kind=kind,
             flags=flags,
             number=number,
@@ -218,7 +218,7 @@ class Target:
                 f"a request of kind {kind} with {count} extents and {payload} bytes is not allowed"
             )
 
-    def _execute(self, request: Request, payload: bytes) -> list[Instruction]:
+    def _execute(self, request: TargetRequest, payload: bytes) -> list[Instruction]:
         if request.kind == PUT:
             return self._put(request, payload)
         if request.kind == GET:
@@ -230,7 +230,7 @@ class Target:
         self._fail(CANCELLED, request.position)
         return [self._end(request.number)]
 
-    def _put(self, request: Request, payload: bytes) -> list[Instruction]:
+    def _put(self, request: TargetRequest, payload: bytes) -> list[Instruction]:
         if self.op != request.number:
             self.op, self.status, self.position = request.number, OK, 0
         out: list[Instruction] = []
@@ -246,31 +246,31 @@ class Target:
             out.append(self._end(request.number))
         return out
 
-    def _get(self, request: Request) -> list[Instruction]:
+    def _get(self, request: TargetRequest) -> list[Instruction]:
         status = self._verdict(request, READ)
         if status != OK:
-            return [Send(data=self._ack(request.number, status, request.position))]
+            return [SendBytes(data=self._ack(request.number, status, request.position))]
         head = REPLY.pack(MAGIC, DATA, 0, 0, request.number, 0, request.payload, request.position)
         return [
             SendMemory(slot=request.slot, extents=request.extents, head=head, tail=TRAILER.pack(OK))
         ]
 
-    def _notify(self, request: Request, data: bytes) -> Notify:
+    def _notify(self, request: TargetRequest, data: bytes) -> Notify:
         status, position = request.offset, request.position
         if request.generation == 1 and request.number == self.last_op:
             status, position = self.last_status, self.last_position
         return Notify(number=request.number, status=status, position=position, data=data)
 
-    def _end(self, number: int) -> Send:
+    def _end(self, number: int) -> SendBytes:
         self.last_op, self.last_status, self.last_position = number, self.status, self.position
         self.op = -1
-        return Send(data=self._ack(number, self.status, self.position))
+        return SendBytes(data=self._ack(number, self.status, self.position))
 
     def _fail(self, status: int, position: int) -> None:
         if self.status == OK and status != OK:
             self.status, self.position = status, position
 
-    def _verdict(self, request: Request, right: int) -> int:
+    def _verdict(self, request: TargetRequest, right: int) -> int:
         region = self.regions.get(request.slot)
         if request.slot >= MAX_REGIONS or region is None or request.generation % 2 == 0:
             return STALE

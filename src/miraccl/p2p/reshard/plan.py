@@ -18,7 +18,7 @@ from miraccl.p2p.reshard.mesh import Box, Mesh, intersect, volume
 
 if TYPE_CHECKING:
     from miraccl.p2p.agent import Agent
-    from miraccl.p2p.reshard.run import Target
+    from miraccl.p2p.reshard.run import ShardTarget
     from miraccl.schedule.reshard_schedule import ReshardSchedule
 
 #: Rates of the prediction, if the caller gives none: GB/s of a rank in one direction, and us of a
@@ -220,7 +220,7 @@ class ReshardPlan:
         agent_or_comm: Agent | Any,
         tensors: Any,
         *,
-        targets: Sequence[Target] | Mapping[int, bytes] | None = None,
+        targets: Sequence[ShardTarget] | Mapping[int, bytes] | None = None,
         rank: int | None = None,
         version: int = 0,
         timeout: float | None = None,

@@ -27,7 +27,7 @@ _MAGIC = b"MRS1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class ShardTarget:
     """Memory of a target rank: its number and the descriptor of its part."""
 
     rank: int
@@ -48,7 +48,7 @@ def run_with_agent(
 
     Args:
         tensor: This rank's part, contiguous.
-        targets: Source rank: descriptors by target rank. Target rank: None.
+        targets: Source rank: descriptors by target rank. ShardTarget rank: None.
         rank: Number in the mesh of the source, or in that of the target.
         version: Number that sources and targets agree on.
         timeout: Seconds, default the agent's.
