@@ -77,7 +77,9 @@ def sums() -> None:
             assert plan.block == 256 // np.dtype(dtype).itemsize
             if density == 1.0 or op == PreMulSum(-1.0):
                 assert plan.algo in ("one_shot", "two_shot")
-                assert plan.reason.startswith("dense: a rank has more than")
+                assert plan.reason.startswith(
+                    "dense: rows of 256 bytes that are not zero: more than"
+                )
             else:
                 assert (plan.algo, plan.proto) == ("sparse_one_shot", "rows"), plan
                 assert plan.density == pytest.approx(density, abs=0.06)

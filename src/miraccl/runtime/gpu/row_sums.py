@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from miraccl.transport.cuda_p2p import WindowMemory
 
 NAME = ALL_REDUCE_SPARSE.name
+_ROWS = f"rows of {layout.SPARSE_ROW_BYTES} bytes that are not zero"
 
 
 class DenseSum:
@@ -63,7 +64,7 @@ class RowSum:
         self._rank, self._limit = rank, limit
         self.threads, self.signatures = launch.threads, launch.signatures
         self._rows = device_rows.count_rows(request.block_bytes)
-        self.plan: DevicePlan = self._plan("the GPU chooses between rows and the dense sum")
+        self.plan: DevicePlan = self._plan(self._open_choice("the GPU chooses"))
 
     def run(self, source: int, target: int, stream: int) -> None:
         """Enqueue in ``stream``, reading at ``source`` and writing at ``target``."""
@@ -77,22 +78,29 @@ class RowSum:
         """
         result = read_result(self._gpu, self._workspace.workspace, self._rank)
         if result.number < self._workspace.calls:
-            return self._plan("the GPU has not yet chosen between rows and the dense sum")
+            return self._plan(self._open_choice("the GPU has not yet chosen"))
         density = sum(result.sent) / len(result.sent) / max(1, self._rows)
         if not result.by_rows:
             dense = device_rows.dense_plan(self._request)
-            why = f"dense: a rank has more than {self._share:.1%}"
-            plan = self._plan(why)
+            plan = self._plan(f"dense: {_ROWS}: more than {self._share:.1%} on a rank")
             return replace(plan, algo=dense.algo, proto=dense.proto, blocks=dense.blocks)
         union = result.union / max(1, self._rows)
-        why = f"{density:.2%} on a rank, {union:.2%} on some rank"
-        return replace(self._plan(why), density=density, union=union)
+        plan = self._plan(
+            f"{_ROWS}: {density:.2%} on a rank, {union:.2%} on some rank; the dense sum runs from"
+            f" {self._share:.1%} on"
+        )
+        return replace(plan, density=density, union=union)
 
     @property
     def _share(self) -> float:
         return self._limit / max(1, self._rows)
 
-    def _plan(self, why: str) -> SparseDevicePlan:
+    def _open_choice(self, who: str) -> str:
+        return (
+            f"{who} between rows and the dense sum, which runs from {self._share:.1%} of {_ROWS} on"
+        )
+
+    def _plan(self, reason: str) -> SparseDevicePlan:
         plan = self._launch.plan
         return SparseDevicePlan(
             algo=plan.algo,
@@ -101,13 +109,7 @@ class RowSum:
             threads=plan.threads,
             unroll=plan.unroll,
             min_blocks=plan.min_blocks,
-            reason=(
-                f"{why} of the rows of {layout.SPARSE_ROW_BYTES} bytes are not zero; the dense sum"
-                f" runs from {self._share:.1%} on"
-                if "%" in why
-                else f"{why}: dense if more than {self._share:.1%} of the rows of"
-                f" {layout.SPARSE_ROW_BYTES} bytes are not zero on a rank"
-            ),
+            reason=reason,
             block=layout.SPARSE_ROW_BYTES // self._request.dtype.itemsize,
             break_even=self._share,
         )
