@@ -35,11 +35,9 @@ from miraccl.p2p.transfer import Transfer
 from miraccl.p2p.transfer_plan import Rates, TransferPlan, make_plan
 from miraccl.transport.region import Rights
 
-#: Threads of a block, and bytes of an extent after cutting: 16 KiB blocks of a KV cache are whole.
-THREADS, PIECE_BYTES = 512, 1 << 16
-#: Blocks per multiprocessor: two of 512 threads keep enough loads in flight. With MIRACCL_SMS there
-#: is one, so that no more multiprocessors than that are occupied.
-BLOCKS_PER_SM = 2
+#: Threads of a block and of an extent (``scatter.cuh``), and bytes of an extent after cutting:
+#: 16 KiB blocks of a KV cache are whole. A multiprocessor has one block.
+THREADS, GROUP, PIECE_BYTES = 1024, 256, 1 << 16
 #: Queries of an event between two looks at the transfer; one takes about a microsecond.
 POLLS = 32
 _HANDLE = struct.Struct("<64sQQ")  # IPC handle, offset in the allocation, process
@@ -58,7 +56,8 @@ def kernel_source() -> str:
     """Return the source of the kernel ``scatter``."""
     folder = resources.files("miraccl.executor.cuda").joinpath("source")
     parts = [folder.joinpath(name).read_text() for name in ("machine.cuh", "scatter.cuh")]
-    return f"#define THREADS {THREADS}\n#define ARCH 0\n" + "".join(parts)
+    defines = f"#define THREADS {THREADS}\n#define GROUP {GROUP}\n#define ARCH 0\n"
+    return defines + "".join(parts)
 
 
 def cut(table: Any) -> Any:
@@ -94,8 +93,8 @@ class BlockKernelLaunch:
 def launch_blocks(count: int, multiprocessors: int) -> int:
     """Return the number of blocks of a launch over ``count`` extents."""
     limit = params.SMS.read()
-    most = limit if limit > 0 else BLOCKS_PER_SM * multiprocessors
-    return max(1, min(count, most))
+    most = limit if limit > 0 else multiprocessors
+    return max(1, min(-(-count // (THREADS // GROUP)), most))
 
 
 class Copier:
