@@ -205,7 +205,7 @@ class TransferTimeout(TransferError, TimeoutError):
 
 
 class TransferCancelled(TransferError):
-    """The caller cancelled the transfer: no byte is written any more."""
+    """The caller cancelled the transfer: no further byte is written."""
 
     fault: Fault = "usage"
 

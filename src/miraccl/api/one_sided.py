@@ -42,7 +42,7 @@ class Window:
         return self.remotes[rank].nbytes
 
     def close(self) -> None:
-        """End the registration; returns when no access can come any more.
+        """End the registration; returns when no further access can come.
 
         Raises:
             TransferTimeout: A rank still accesses the memory.

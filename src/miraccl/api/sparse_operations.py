@@ -64,7 +64,7 @@ class SparseCollectives(Dispatcher):
         Blocks in which no bit is set stay where they are, all others are summed in rank order. The
         result has the same bits as ``all_reduce`` with ``deterministic=True``, -0.0 and NaN
         included. ``last_plan`` says the size of the blocks, their density, and why the dense
-        schedule was taken if it was.
+        schedule was chosen if it was.
 
         Args:
             x: Input, contiguous, in CPU or GPU memory, the same count and dtype on all ranks. On

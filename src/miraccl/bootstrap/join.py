@@ -103,7 +103,7 @@ def _check_rank(rank: int, nranks: int) -> None:
 def _targets(unique_id: UniqueId) -> list[tuple[str, int]]:
     """Return the addresses to try.
 
-    Loopback comes first on the host where the id was made, and is left out elsewhere.
+    Loopback comes first on the host where the id was made, and is left out on other hosts.
     """
     here = unique_id.host in ("", network_fingerprint())
     local = [address for address in unique_id.addresses if is_loopback(address[0])]

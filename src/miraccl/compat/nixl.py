@@ -164,7 +164,7 @@ class nixl_agent:  # noqa: N801 - NIXL's name
         return made
 
     def deregister_memory(self, dereg_list: Descriptors, backends: Sequence[str] = ()) -> None:
-        """End registrations; returns when no access can come any more."""
+        """End registrations; returns when no further access can come."""
         for address, nbytes, _ in dereg_list.rows.tolist():
             found = self._registrations.pop((address, nbytes), None)
             if found is not None:

@@ -129,7 +129,7 @@ def _version_of(package: str) -> str:
     return version(package)
 
 
-#: Lines of /proc/cpuinfo by which LLVM tells processors apart: those of x86-64 and of aarch64.
+#: Lines of /proc/cpuinfo by which LLVM distinguishes processors: those of x86-64 and of aarch64.
 _PROCESSOR_LINES = (
     "vendor_id",
     "cpu family",

@@ -2,7 +2,7 @@
 
 A plugin interface asks a shared object for symbols that are structures of function pointers. Such
 an object needs no compiler: it is one writable segment with a dynamic symbol table. The process
-that writes it loads it, stores the addresses of its own functions, and whoever loads the same file
+that writes it loads it and stores the addresses of its own functions. Code that loads the same file
 later in this process sees them, since a file is mapped once.
 
 Format: System V ABI, generic part (chapters 4 and 5), for 64-bit little-endian machines.

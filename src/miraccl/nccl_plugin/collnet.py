@@ -4,8 +4,8 @@ With ``MIRACCL_SWITCH`` the table has a device: software switches reduce (``coll
 
 Without it, miraccl's transports move data and do not reduce, so the table says so: ``devices``
 returns 0, with which NCCL uses no CollNet algorithm and no other entry, and ``reduceSupport``
-returns 0 for every type. Entries that nobody may call then fail with ``ncclSystemError`` and write
-no result.
+returns 0 for every type. Entries that may not be called then fail with ``ncclSystemError`` and
+write no result.
 """
 
 from __future__ import annotations

@@ -29,14 +29,14 @@ class PeerPath(Protocol):
 
     Attributes:
         name: Name of the other agent.
-        lost: Reason why it cannot be reached any more, or None.
+        lost: Reason why it can no longer be reached, or None.
     """
 
     name: str
     lost: MiracclError | None
 
     def sockets(self) -> Sequence[socket.socket]:
-        """Return the connections whose end tells that the agent has ended."""
+        """Return the connections whose end shows that the agent has ended."""
 
     def uses(self, sock: socket.socket) -> bool:
         """Return False for a connection that this side has replaced."""

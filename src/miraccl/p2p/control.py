@@ -1,7 +1,7 @@
 """Control thread of an agent: accepts and proves connections, and notices their end.
 
 It sleeps in epoll and uses no processor while nothing connects or ends. Unproven connections are
-bounded in number, bytes and time, so a stranger costs a descriptor for some seconds.
+bounded in number, bytes and time, so an unauthenticated peer costs a descriptor for some seconds.
 """
 
 from __future__ import annotations

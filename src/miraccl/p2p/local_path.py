@@ -109,7 +109,7 @@ class LocalPath:
         self._pair = map_file(*pair, layout.PAIR_BYTES, writable=True)
         self.background = background
         self.lost: MiracclError | None = None
-        #: Connection whose end tells that the agent has ended.
+        #: Connection whose end shows that the agent has ended.
         self.sock: socket.socket | None = None
         self._lines = [
             self._pair.address + layout.PAIR_ACCESSES + i * layout.ACCESS_BYTES
@@ -454,7 +454,7 @@ class LocalTransfer(Transfer):
             )
 
     def _fail(self, error: MiracclError, status: int = STATUS_FAILED) -> None:
-        """End with an error, and tell the target if it expects a notification."""
+        """End with an error, and notify the target if it expects a notification."""
         if isinstance(error, TransferError) and error.block < 0:
             error.block = self._job.block()
         if self._notify is not None and self._job.path.lost is None:

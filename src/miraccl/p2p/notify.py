@@ -165,7 +165,7 @@ class Inbox:
             self._drain([pair])
             self._pairs = [p for p in self._pairs if p is not pair]
             self._set_addresses()
-        # A thread between its last look at the queue and its sleep finds no record any more.
+        # A thread between its last look at the queue and its sleep no longer finds a record.
         self._ring(self._table.doorbell)
         if pair.accessed():
             self.put(
@@ -224,7 +224,7 @@ class Inbox:
             if found is not None:
                 self.queue.remove(found)
             return found
-        except (IndexError, ValueError):  # another thread has taken it
+        except (IndexError, ValueError):  # another thread has received it
             return None
         finally:
             if moved and self.queue:  # of another thread, which may be about to sleep

@@ -54,7 +54,7 @@ class Peer:
 
     @property
     def lost(self) -> MiracclError | None:
-        """Reason why the agent cannot be reached any more, or None."""
+        """Reason why the agent can no longer be reached, or None."""
         error: MiracclError | None = self._path.lost
         return error
 

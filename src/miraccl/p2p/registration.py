@@ -89,7 +89,7 @@ class RegionTable:
         return slot, generation
 
     def retire(self, slot: int) -> None:
-        """End the generation of a region: no access begins any more. A full fence follows."""
+        """End the generation of a region: no further access begins. A full fence follows."""
         address = self.entry(slot) + layout.ENTRY_GENERATION
         exchange_word()(address, int(load_word()(address)) + 1)
 
@@ -181,7 +181,7 @@ class Registration:
         return (described.rows(*rows) if rows is not None else described).encode()
 
     def deregister(self, timeout: float | None = None) -> None:
-        """End the registration; return when no access can come any more.
+        """End the registration; return when no further access can come.
 
         Args:
             timeout: Seconds to wait for accesses under way, default the agent's.

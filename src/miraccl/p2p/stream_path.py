@@ -207,7 +207,7 @@ class StreamPath:
         )
 
     def _choose(self, deadline: Deadline) -> Stream:
-        """Return the first stream that nobody uses, or the next in turn."""
+        """Return the first unused stream, or the next in turn."""
         streams = self._usable(deadline)
         for stream in streams:
             if not stream.pending:

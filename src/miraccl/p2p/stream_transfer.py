@@ -53,7 +53,7 @@ class Stream:
 
     Attributes:
         lock: Held while a thread sends or receives on it.
-        broken: Reason why it cannot be used any more, or None.
+        broken: Reason why it can no longer be used, or None.
     """
 
     def __init__(self, sock: socket.socket) -> None:

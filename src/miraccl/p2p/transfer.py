@@ -54,7 +54,7 @@ class Transfer:
         self.advance(False)
 
     def stop(self) -> None:
-        """End a transfer early; return when no byte is moved any more."""
+        """End a transfer early; return when no further byte is moved."""
         raise NotImplementedError
 
     def explain(self) -> TransferPlan:
@@ -146,7 +146,7 @@ class Transfer:
 
 
 class Background:
-    """Thread that continues transfers nobody waits for; it starts with the first of them.
+    """Thread that continues transfers that no caller waits for; it starts with the first of them.
 
     It stays awake for a while after the last one, so that a program with many short transfers does
     not wake it, and wait for it to give the GIL back, with each of them.

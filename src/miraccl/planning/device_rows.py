@@ -86,7 +86,7 @@ def rows_us(nbytes: int, nranks: int, density: float, union: float) -> float:
 def break_even(nbytes: int, nranks: int) -> float:
     """Return the density of each rank from which the dense sum is predicted to be faster.
 
-    Ranks' rows are taken as disjoint, which makes the union largest. 0: always dense.
+    Ranks' rows are assumed to be disjoint, which makes the union largest. 0: always dense.
     """
     low, high = 0.0, 1.0
     limit = dense_us(nbytes, nranks)

@@ -116,7 +116,7 @@ class SparseModel:
     ) -> float:
         """Return the density of the union from which dense is faster: 0 always, 1 never.
 
-        The ranks' blocks are taken as disjoint, the sparse schedule's best case of a union.
+        The ranks' blocks are assumed to be disjoint, the sparse schedule's best case of a union.
         """
         limit = self.dense(nbytes, dtype, in_window).predicted_us
         if not scanned:

@@ -26,9 +26,11 @@ SPIN_NS = 50_000
 
 
 def has_one_core() -> bool:
-    """Return True if this process may use a single core: whoever polls keeps its peers, and the
-    kernel's thread that delivers packets, from running (Soft-RoCE in a guest with one processor:
-    340 us per message of 64 KiB with sleeps, 1000 us with polls and yields).
+    """Return True if this process may use a single core.
+
+    A thread that polls then keeps its peers, and the kernel's thread that delivers packets, from
+    running (Soft-RoCE in a guest with one processor: 340 us per message of 64 KiB with sleeps,
+    1000 us with polls and yields).
     """
     return len(os.sched_getaffinity(0)) == 1
 

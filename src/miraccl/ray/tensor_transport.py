@@ -44,7 +44,7 @@ class MiracclTensorMetadata(TensorTransportMetadata):
 
 @dataclass
 class MiracclFetchRequest(FetchRequest):
-    """Reads under way; they are cancelled if nobody waits for them."""
+    """Reads under way; they are cancelled if no caller waits for them."""
 
     transfers: list[Transfer] = field(default_factory=list)
 
@@ -133,7 +133,7 @@ class MiracclTensorTransport(TensorTransportManager):  # type: ignore[misc,unuse
     def garbage_collect(
         self, obj_id: str, tensor_transport_meta: TensorTransportMetadata, tensors: list[Any]
     ) -> None:
-        """End the registrations of an object; return when no actor reads it any more."""
+        """End the registrations of an object; return when no actor reads it."""
         with self._lock:
             made = self._registered.pop(obj_id, [])
         for registration in made:

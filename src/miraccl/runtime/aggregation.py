@@ -184,7 +184,7 @@ class Aggregation:
         return self._lines[spec.collective]
 
     def _measure(self, spec: OpSpec) -> list[Line]:
-        """Time a small and a large block in all ways, in turns; the first turn is not counted."""
+        """Time a small and a large block with each candidate, in turns, without the first turn."""
         blocks = 1 if spec is ALL_REDUCE else self._core.nranks
         small, large, last = (nbytes // blocks // 8 * 8 for nbytes in PROBE_BYTES)
         # The first run of a size connects and compiles; by its time the probe stayed at 2 MiB, of

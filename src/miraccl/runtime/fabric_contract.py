@@ -120,7 +120,7 @@ class FabricFactory(Protocol):
 
     Raises:
         PlanMismatch: The ranks have different settings.
-        BootstrapError, PeerDied, CollectiveTimeout: A rank is missing or ended meanwhile.
+        BootstrapError, PeerDied, CollectiveTimeout: A rank is missing or has ended.
     """
 
     def __call__(

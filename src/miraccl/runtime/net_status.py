@@ -1,11 +1,11 @@
 """Network paths of this process's communicators, for ``miraccl net watch``.
 
 A process that has connections over a network listens at a Unix socket in the user's private folder
-(``bootstrap.runtime_file``), from its first such communicator to its last. Whoever connects reads
-one JSON document and the end of the stream: ``{"pid": ..., "time": ..., "communicators": [{"name",
-"rank", "nranks", "paths": [PathStatus as a dictionary]}]}``. ``time`` is a monotonic clock's, so
-that rates follow from two documents. Nothing is measured or kept until then, and the thread that
-answers blocks in ``accept``.
+(``bootstrap.runtime_file``), from its first such communicator to its last. A client that connects
+reads one JSON document and the end of the stream: ``{"pid": ..., "time": ..., "communicators":
+[{"name", "rank", "nranks", "paths": [PathStatus as a dictionary]}]}``. ``time`` is a monotonic
+clock's, so that rates follow from two documents. Nothing is measured or kept until then, and the
+thread that answers blocks in ``accept``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 All parts are operations of the communicator: an ``all_gather`` of what ranks must agree on and of a
 sample, then for each piece of the array an ``all_gather`` of bitmaps and a run of rows or of the
 dense plan. Their order is the same on all ranks because each decision uses only what the ranks have
-exchanged. A thread scans the next pieces meanwhile.
+exchanged. At the same time a thread scans the next pieces.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ rail_trees    one per local rank, over the hosts    (2 L - 1) / L       4
 ============= ===================================== =================== =============
 
 The latency is that of one slice. Blocks are cut into slices, and a rank sends ``AHEAD`` slices
-before it waits for the first sum: its link carries data both ways at once.
+before it waits for the first sum: its link carries data in both directions at once.
 """
 
 from __future__ import annotations

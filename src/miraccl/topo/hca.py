@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CLASS = "sys/class/infiniband"
-#: Unused entries after which a table of GIDs is taken to have ended: Soft-RoCE has 1024 entries.
+#: Unused entries after which a table of GIDs is assumed to have ended: Soft-RoCE has 1024 entries.
 GIDS_UNUSED = 32
-#: Ways in which a GID says that it is not used: all zeros behind the prefix.
+#: Forms of a GID that is not used: all zeros behind the prefix.
 _EMPTY = (b"\0" * 16, b"\xfe\x80" + b"\0" * 14)
 
 
@@ -53,9 +53,9 @@ class Port:
     """Port of a device.
 
     Attributes:
-        state: State in words, such as ``ACTIVE`` or ``DOWN``.
+        state: Name of the state, such as ``ACTIVE`` or ``DOWN``.
         link_layer: ``InfiniBand`` or ``Ethernet``.
-        rate: Rate in words, such as ``100 Gb/sec (4X EDR)``.
+        rate: Text of the rate, such as ``100 Gb/sec (4X EDR)``.
     """
 
     number: int

@@ -348,7 +348,7 @@ class WindowPort(Protocol):
     @property
     def region(self) -> WindowRange: ...
     def complete_release(self, offset: int, size: int) -> None:
-        """Give the pages of a block back; nothing may use them any more."""
+        """Give the pages of a block back; no access to them may follow."""
 
 
 class ProxyPort(Doorbell, Protocol):

@@ -151,7 +151,7 @@ class VerbsConnection:
         keys: (local key of the first part, remote key of the second) per device.
         queues: Completion queue per device, 0 for a device without a queue pair.
         remote: The peer's description, once it is known.
-        ready: Set when the peer was heard on every queue pair that works, or when none works.
+        ready: Set when the peer's packets have arrived on every working queue pair, or none works.
         connect_until: Time until which a peer that does not answer may still be connecting.
     """
 

@@ -360,7 +360,7 @@ class QueuePair:
         self._modify("RTS", send, mask | abi.ATTR_RNR_RETRY | abi.ATTR_RD_ATOMIC)
 
     def to_error(self) -> None:
-        """Stop it: no byte arrives or leaves any more, and all work requests complete."""
+        """Stop it: no further byte arrives or leaves, and all work requests complete."""
         self._modify("ERR", abi.QpAttr(qp_state=abi.QPS_ERR), abi.ATTR_STATE)
 
     def to_reset(self) -> None:

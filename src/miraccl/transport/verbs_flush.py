@@ -1,6 +1,6 @@
 """Flush of received data: a read or a fetch-and-add through a loop-back queue pair.
 
-A NIC's writes to GPU memory and its completions in host memory take different ways through the
+A NIC's writes to GPU memory and its completions in host memory take different paths through the
 machine. A request of the same NIC that reads what it has written cannot pass the writes, so its
 completion says that they are visible (NCCL ``net_ib/p2p.cc``, ``ncclIbIflush``). Whether this is
 needed, and which request, ``wire.verbs.flush`` decides.

@@ -1,8 +1,8 @@
 """Description of a rank's verbs endpoints for its peers: what ``setup`` sends.
 
 Peers are authenticated by the control plane that carries the descriptions. RDMA itself carries no
-proof of its sender: whoever can send packets with a queue pair's numbers can write where its keys
-allow, which are the slots and rows of this connection and posted receives.
+proof of its sender: a process that can send packets with a queue pair's numbers can write where
+its keys allow, which are the slots and rows of this connection and posted receives.
 """
 
 from __future__ import annotations

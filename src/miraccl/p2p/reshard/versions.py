@@ -71,7 +71,7 @@ class Versions:
         return self._registered.advertise()
 
     def publish(self, version: int) -> None:
-        """Make the written buffer current, once no write can come any more.
+        """Make the written buffer current, once no further write can come.
 
         Raises:
             InvalidUsage: ``begin`` was not called with this version.

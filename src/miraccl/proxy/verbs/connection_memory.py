@@ -186,7 +186,7 @@ class EngineConnection:
         return self.link.loss(FAULT_TEXTS)
 
     def note_ready(self) -> None:
-        """Set ``conn.ready`` once the peer was heard on every queue pair that works."""
+        """Set ``conn.ready`` once the peer's packets have arrived on every working queue pair."""
         if self.conn.ready.is_set():
             return
         heard = self.word(layout.CONN_HELLOS)

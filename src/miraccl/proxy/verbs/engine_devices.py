@@ -124,7 +124,7 @@ class EngineDevices:
             self._window.complete_release(offset, nbytes)
 
     def clear_regions(self) -> None:
-        """End all registrations; blocks are not taken over any more."""
+        """End all registrations; blocks are no longer taken over."""
         self._window_regions.clear()
         self.end_released()
         self._regions.clear()

@@ -40,7 +40,7 @@ class Farewell:
         self.disconnect(each)
 
     def leave(self, each: EngineConnection) -> None:
-        """Tell a peer that is still connected that this side is gone, and disconnect."""
+        """Notify a peer that is still connected that this side is gone, and disconnect."""
         if each.alive:
             self._send_gone(each)
         self.disconnect(each)

@@ -124,7 +124,7 @@ def _joined(
             if hub is not None:
                 hub.close_after_error(error)
             raise
-        # The deadline of the meeting may be far in the future; the set-up has its usual one.
+        # The deadline of the rendezvous may be far in the future; the set-up has its usual one.
         phases = SetupPhases(session, Deadline.after(params.BOOTSTRAP_TIMEOUT.read()))
         comm = Communicator.from_session(session, options, setup=phases)
         with comm:

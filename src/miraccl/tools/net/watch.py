@@ -61,7 +61,7 @@ def read_processes(pids: Sequence[int] = ()) -> dict[int, dict[str, Any]]:
             continue
         try:
             document = net_status.read_status(path)
-        except MiracclError:  # stopped, or it ended meanwhile
+        except MiracclError:  # stopped, or it has ended
             continue
         if document is not None:
             found[pid] = document

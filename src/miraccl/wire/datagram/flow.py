@@ -398,7 +398,7 @@ class DatagramFlow:
     def _may_start(self, frame: OutgoingFrame) -> bool:
         """Return True if the frame has something new that the receiver admits.
 
-        A header needs no grant: it tells the receiver how many bytes wait for one.
+        A header needs no grant: it contains the number of bytes that wait for one.
         """
         if not frame.has_new:
             return False

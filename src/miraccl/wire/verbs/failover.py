@@ -3,7 +3,7 @@
 A connection has n queue pairs and n streams (``wire.verbs.rows``); stream s starts on pair s. When
 a pair fails, its streams move to pairs that work, and nothing is lost, sent twice or written late:
 
-1. Either side stops its end of the pair, so that no byte of it can arrive any more, and processes
+1. Either side stops its end of the pair, so that no further byte of it can arrive, and processes
    all completions. Then it sends DOWN: which of its ends are stopped, and how many rows of each
    stream it has received.
 2. A side that has stopped its own end and knows the peer's count posts the rows above that count
@@ -265,7 +265,7 @@ class Failover:
         return [ConnectPair(row.qp, row.psn), *self.on_proven(row.qp)]
 
     def on_proven(self, qp: int) -> list[Instruction]:
-        """Process that the peer was heard on a reopened pair: its own stream may return."""
+        """Process a first packet of the peer on a reopened pair: its own stream may return."""
         pair, carrier = self.pairs[qp], self.pairs[self.route[qp]]
         if pair.state is QpState.UNPROVEN:
             pair.move("peer heard")
