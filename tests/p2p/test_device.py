@@ -24,7 +24,8 @@ def emulated_scatter() -> Any:
     from importlib import resources
 
     text = resources.files("miraccl.executor.cuda").joinpath("source/scatter.cuh").read_text()
-    text = f'#define THREADS {device.THREADS}\n#include "machine.h"\n{text}'
+    defines = f"#define THREADS {device.THREADS}\n#define GROUP {device.GROUP}\n"
+    text = f'{defines}#include "machine.h"\n{text}'
     whole = f'{text}\n#define ENTRY scatter\n#include "launch.h"\n'
     key = hashlib.sha256(whole.encode()).hexdigest()[:16]
     return ctypes.CDLL(str(compiled(f"scatter-{key}", whole, str(machine_library())))).emulate
@@ -211,9 +212,9 @@ def test_one_large_extent_uses_the_copy_engine(
 
 
 def test_blocks_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [device.launch_blocks(n, 132) for n in (0, 1, 1024)] == [1, 1, 264]
+    assert [device.launch_blocks(n, 132) for n in (0, 1, 9, 1024)] == [1, 1, 3, 132]
     monkeypatch.setenv("MIRACCL_SMS", "8")
-    assert [device.launch_blocks(n, 132) for n in (0, 4, 1024)] == [1, 4, 8]
+    assert [device.launch_blocks(n, 132) for n in (0, 4, 1024)] == [1, 1, 8]
 
 
 def test_no_multiprocessor_for_one_extent(
