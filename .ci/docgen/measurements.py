@@ -147,6 +147,12 @@ BENCHMARKS = (
         text="Arrays that are mostly zero, beside the dense sum; rows by index beside Gloo.",
     ),
     Benchmark(
+        folder="sparse_networks",
+        title="Aggregators and sparse sums over links of 1 Gbit/s",
+        script="bench/sparse.py aggregators networks",
+        text="Hosts as namespaces: a star of an aggregator beside the best schedule without one.",
+    ),
+    Benchmark(
         folder="fabric",
         title="Simulated fabric",
         script="bench/fabric.py",
