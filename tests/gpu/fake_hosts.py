@@ -33,7 +33,7 @@ from miraccl.errors import (
 from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cuda import layout
 from miraccl.ops.device_arrays import DeviceMemory
-from miraccl.ops.spec import RECV, SEND
+from miraccl.ops.spec import ALL_REDUCE_SPARSE, RECV, SEND
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.gpu.operations import DeviceTransfer
 from miraccl.runtime.multinode import communicator as several
@@ -333,6 +333,30 @@ def in_place(hosts: str, count: int) -> None:
         comm.all_gather(mine, gathered)
         comm.synchronize()
         check(gathered, np.concatenate([i[:count] for i in inputs]), "all_gather")
+        w.finish()
+
+
+def sparse_sums(hosts: str, apart: bool) -> None:
+    """Sparse sums over hosts, in place and not, in several segments."""
+    with session() as world:
+        w = SimulatedRank(world, hosts, apart=apart)
+        for density in (0.0, 0.05, 1.0):
+            inputs = []
+            for rank in range(w.nranks):
+                rng = np.random.default_rng((rank, 3))
+                rows = np.repeat(rng.random(-(-BIG // 256)) < density, 256)[:BIG]
+                inputs.append(numbers(rank, BIG, DType.FLOAT32) * rows)
+            x, out = w.put(inputs[w.rank]), w.zeros(BIG, DType.FLOAT32)
+            w.comm.execute(ALL_REDUCE_SPARSE, (x, RedOp.SUM, out, None, None))
+            w.comm.execute(ALL_REDUCE_SPARSE, (x, RedOp.SUM, None, None, None))
+            w.comm.synchronize()
+            for result in (x, out):
+                check(result, sum(inputs[1:], inputs[0]), f"density {density}")
+            plan = w.comm.last_plan
+            assert plan is not None
+            assert (plan.algo, plan.segments > 1) == ("staged", True), plan
+        first, second = w.comm.explain_rows(4 * BIG, DType.FLOAT32, 0.01)
+        assert (first.chosen, second.chosen) == (True, False)
         w.finish()
 
 

@@ -92,6 +92,11 @@ def test_in_place(hosts: str) -> None:
     run_ranks(fake_hosts.in_place, len(hosts), hosts, 30_001, env=SMALL)
 
 
+@pytest.mark.parametrize(("hosts", "apart"), [("AB", True), ("AAB", False)])
+def test_sparse_sums(hosts: str, apart: bool) -> None:
+    run_ranks(fake_hosts.sparse_sums, len(hosts), hosts, apart, env=SMALL)
+
+
 @pytest.mark.parametrize(
     ("hosts", "apart"), [("AB", False), ("AAB", False), ("AB", True), ("AAB", True)]
 )

@@ -149,20 +149,11 @@ class DeviceOperations:
         self, call: CheckedDeviceCall, block: int | None, density: float | None, stream: Any
     ) -> None:
         """Run a checked sparse all-reduce in ``stream``; other arguments as for the call."""
-        raise InvalidUsage(
-            f"cannot run {call.spec.name} on GPU memory: the ranks are on several hosts; allowed"
-            " are GPUs of one host",
-            rank=self.rank,
-            hint="all_reduce runs over hosts, and all_reduce_sparse on CPU memory",
-        )
+        raise NotImplementedError
 
     def explain_rows(self, nbytes: int, dtype: DType, density: float) -> list[SparseCandidate]:
         """Return rows and the dense sum for a sparse all-reduce, the chosen one first."""
-        raise InvalidUsage(
-            "cannot explain all_reduce_sparse on GPU memory: the ranks are on several hosts;"
-            " allowed are GPUs of one host",
-            rank=self.rank,
-        )
+        raise NotImplementedError
 
     def stream_handle(self, stream: Any) -> int:
         """Return the driver handle of a stream argument; None means the current stream."""

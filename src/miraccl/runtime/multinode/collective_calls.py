@@ -18,6 +18,7 @@ from miraccl.runtime.multinode.segments import StagedShape
 from miraccl.types import Collective, DType
 
 if TYPE_CHECKING:
+    from miraccl.planning.sparse_planner import SparseCandidate
     from miraccl.runtime.multinode.hierarchical import Hierarchical
     from miraccl.transport.cuda_p2p import Explanation
 
@@ -86,6 +87,25 @@ class MultiNodeCollectiveCalls(MultiNodeMessageCalls):
                 handle,
                 captured,
             )
+
+    def _reduce_rows(
+        self, call: CheckedDeviceCall, block: int | None, density: float | None, stream: Any
+    ) -> None:
+        source, target = call.source, call.target
+        if call.count == 0:
+            self.check(call.spec.name)
+            return
+        with self._operation(call.spec.name, stream, [source, target]) as (handle, captured):
+            self.runtime.enqueue_rows(
+                source, target, call.operator, block, density, handle, captured
+            )
+
+    def explain_rows(self, nbytes: int, dtype: DType, density: float) -> list[SparseCandidate]:
+        """Return rows and the dense schedule of the CPU communicator that sums each segment."""
+        rows: list[SparseCandidate] = self.runtime.world.explain_sparse(
+            min(nbytes, self.runtime.slot_bytes), dtype, density=density
+        )
+        return rows
 
     def _uses_messages(self, collective: Collective) -> bool:
         """Return True if an uneven collective runs as sends and receives.

@@ -187,6 +187,40 @@ class MultiNodeRuntime:
             call_text=called,
         )
 
+    def enqueue_rows(
+        self,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        op: Any,
+        block: int | None,
+        density: float | None,
+        stream: int,
+        captured: bool,
+    ) -> None:
+        """Run a sparse all-reduce of all ranks, each segment by the CPU communicator.
+
+        ``block``, ``density``: as for ``Communicator.all_reduce_sparse``.
+        """
+        count, dtype = source.count, source.dtype
+        shape = StagedShape.even(
+            Collective.ALL_REDUCE, dtype.itemsize, self.layout.rank, self.layout.nranks, 0, count
+        )
+
+        def reduce_rows(segment: StagedSegment, number: int, slot: int) -> None:
+            x = self.staging.slots.view(slot, segment.source, sum(segment.source_counts), dtype)
+            self.world.all_reduce_sparse(x, op, block=block, density=density)
+
+        job = self._job(
+            ("rows", shape, dtype, op, block, density),
+            captured,
+            lambda: (split_segments(shape, self.slot_bytes), PythonStaging(reduce_rows)),
+        )
+        job.call_text = self.describe_call("all_reduce_sparse", count, dtype)
+        if job.number not in self._plans:
+            self._record_plan(job, "staged", "rows are summed on the CPU over several hosts")
+        self.last_plan = self._plans[job.number]
+        self.staging.enqueue(job, (source.address, target.address), stream)
+
     def describe_call(self, name: str, count: int, dtype: DType) -> str:
         """Return the application's call for errors of its parts; ``count``: elements per block."""
         return f"{name} of {count} x {dtype.label} on rank {self.layout.rank}"
