@@ -1,14 +1,14 @@
 """Messages and collectives between two hosts over TCP, beside UCX, MPI libraries and Gloo.
 
-The two hosts are this machine twice: MIRACCL_HOSTID for miraccl, cliques for MPICH, two daemons
-with host names of their own for Open MPI (which needs root, for ``unshare --uts``), no shared
-memory for Intel MPI (two ranks only), processes for Gloo, which uses TCP between any two. All
+The two hosts are network namespaces of this machine, joined by one veth pair, each with a host
+name, a /dev/shm and System V memory of its own, so that no library finds shared memory between
+them: the bytes of each ping-pong are counted on the interface. Needs root and iproute2. All
 libraries are alive at once and take turns within every round; they block in a system call in
 between. A cell is the median over rounds; results are checked once per cell.
 
     python bench/tcp_hosts.py --ranks 2 --rounds 5 --peer mpich=mpi:/venvs/mpich/bin/python \
         --peer gloo=gloo:/venvs/torch/bin/python --out bench/results/tcp_hosts/MACHINE-DATE
-    python bench/tcp_hosts.py --ops pingpong --ucx
+    python bench/tcp_hosts.py --ops pingpong --ucx --mtu 1500
     python bench/tcp_hosts.py --peer thread=undriven:python
 
 A peer is NAME=LIBRARY:PYTHON; ``mpi`` runs the ``mpirun`` beside that Python or on PATH.
@@ -24,6 +24,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -254,11 +255,78 @@ def first_time(rank: Any, op: str, size: int) -> tuple[Buffers, Callable[[], Any
 # ---- orchestrator
 
 
+class Hosts:
+    """Two network namespaces with a veth pair between them; a context manager."""
+
+    DEVICE = "net0"
+    ADDRESSES = ("10.89.0.1", "10.89.0.2")
+
+    def __init__(self, mtu: int) -> None:
+        self.names = [f"mctcp{os.getpid()}-{i}" for i in range(2)]
+        self._mtu = mtu
+        self._folder = tempfile.TemporaryDirectory(prefix="tcp-hosts-")
+        self.folder = self._folder.name
+
+    def __enter__(self) -> Hosts:
+        for name in self.names:
+            ip("netns", "add", name)
+        first, second = self.names
+        pair = ["type", "veth", "peer", "name", self.DEVICE, "mtu", str(self._mtu)]
+        mtu = ["mtu", str(self._mtu)]
+        ip("-n", first, "link", "add", self.DEVICE, *mtu, *pair, "netns", second)
+        for i, (name, address) in enumerate(zip(self.names, self.ADDRESSES, strict=True)):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", self.DEVICE)
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", self.DEVICE, "up")
+            script = Path(self.folder, f"host{i}")
+            # a host of its own: name, /dev/shm, System V memory and temporary files
+            inside = (
+                f'hostname {name}; mount -t tmpfs none /dev/shm; export TMPDIR=$(mktemp -d); "$@"'
+            )
+            script.write_text(
+                f"#!/bin/sh\nexec ip netns exec {name} unshare --mount --uts --ipc "
+                f"sh -c '{inside}' host \"$@\"\n"
+            )
+            script.chmod(0o700)
+        # what mpirun calls instead of ssh: HOST WORD ...
+        agent = Path(self.folder, "agent")
+        agent.write_text(
+            "#!/bin/sh\nwhile case $1 in -*) true;; *) false;; esac; do shift; done\n"
+            "host=$1; shift\n"
+            f"case $host in {self.ADDRESSES[0]}|{first}) i=0;; *) i=1;; esac\n"
+            f'exec {self.folder}/host$i sh -c "$*"\n'
+        )
+        agent.chmod(0o700)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+        self._folder.cleanup()
+
+    def inside(self, host: int) -> str:
+        """Return the command that runs its arguments on a host."""
+        return f"{self.folder}/host{host}"
+
+    def agent(self) -> str:
+        return f"{self.folder}/agent"
+
+    def carried(self) -> int:
+        """Return the bytes that the first host has sent."""
+        words = ["ip", "-n", self.names[0], "-s", "-j", "link", "show", "dev", self.DEVICE]
+        done = subprocess.run(words, capture_output=True, check=True)
+        return int(json.loads(done.stdout)[0]["stats64"]["tx"]["bytes"])
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
+
+
 class Group:
     """The ranks of one library."""
 
-    def __init__(self, name: str, library: str, python: str, nranks: int) -> None:
-        self.name, self._nranks = name, nranks
+    def __init__(self, name: str, library: str, python: str, nranks: int, hosts: Hosts) -> None:
+        self.name, self._nranks, self._hosts = name, nranks, hosts
         self._stack = contextlib.ExitStack()
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tcp-hosts-"))
         self._path = os.path.join(folder, "turns")
@@ -268,9 +336,9 @@ class Group:
         listener.settimeout(START_S)
         self._output = open(os.path.join(folder, "output"), "w+")  # noqa: SIM115
         self._stack.callback(self._output.close)
-        for command, environ in self._commands(library, python, folder):
+        for host, command, environ in self._commands(library, python):
             process = subprocess.Popen(
-                command,
+                [hosts.inside(host), *command],
                 env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
@@ -292,34 +360,28 @@ class Group:
             self._ranks.append((sock, lines))
 
     def _commands(
-        self, library: str, python: str, folder: str
-    ) -> Iterator[tuple[list[str], dict[str, str]]]:
+        self, library: str, python: str
+    ) -> Iterator[tuple[int, list[str], dict[str, str]]]:
         words = [python, os.path.abspath(__file__), "--worker", library, self._path]
-        n = self._nranks
+        per_host, first = self._nranks // 2, Hosts.ADDRESSES[0]
         if library in ("miraccl", "undriven"):
-            script = os.path.join(folder, "rank.sh")
-            Path(script).write_text(
-                f'#!/bin/sh\nexport MIRACCL_HOSTID=h$(( MIRACCL_RANK * 2 / {n} ))\nexec "$@"\n'
-            )
-            os.chmod(script, 0o700)
-            yield [python, "-m", "miraccl", "run", "-n", str(n), script, *words], {}
+            run = [python, "-m", "miraccl", "run", "-n", str(per_host), "--nnodes", "2"]
+            run += ["--master", f"{first}:29611", "--node-rank"]
+            secret = {"MIRACCL_SECRET": os.urandom(16).hex()}
+            for host in range(2):
+                yield host, [*run, str(host), "--", *words], secret
         elif library == "gloo":
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = str(probe.getsockname()[1])
-            for rank in range(n):
-                yield (
-                    words,
-                    {
-                        "MASTER_ADDR": "127.0.0.1",
-                        "MASTER_PORT": port,
-                        "WORLD_SIZE": str(n),
-                        "RANK": str(rank),
-                        "GLOO_SOCKET_IFNAME": "lo",
-                    },
-                )
+            for rank in range(self._nranks):
+                environ = {
+                    "MASTER_ADDR": first,
+                    "MASTER_PORT": "29612",
+                    "WORLD_SIZE": str(self._nranks),
+                    "RANK": str(rank),
+                    "GLOO_SOCKET_IFNAME": Hosts.DEVICE,
+                }
+                yield rank // per_host, words, environ
         else:
-            yield mpi_command(python, n, folder, words)
+            yield 0, *mpi_command(python, self._nranks, self._hosts, words)
 
     def measure(self, op: str, size: int) -> float:
         """Return the time of the slowest rank in seconds (of rank 0 for a ping-pong)."""
@@ -339,9 +401,9 @@ class Group:
 
 
 def mpi_command(
-    python: str, nranks: int, folder: str, words: list[str]
+    python: str, nranks: int, hosts: Hosts, words: list[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the command that starts MPI ranks on two pretended hosts, and its environment."""
+    """Return the command that starts MPI ranks on both hosts, and its environment."""
     beside = Path(python).parent / "mpirun"
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun"
     # mpirun of Intel MPI looks for its programs on PATH
@@ -349,64 +411,52 @@ def mpi_command(
     version = subprocess.run(
         [mpirun, "--version"], capture_output=True, text=True, env={**os.environ, **path}
     ).stdout
-    if "Intel" in version:  # without shared memory, so that two ranks are two hosts
-        if nranks > 2:
-            raise SystemExit("cannot run Intel MPI as two hosts with two ranks each on one machine")
-        return [mpirun, "-n", str(nranks), *words], {
+    per_host = nranks // 2
+    if "Open MPI" in version:
+        # by name: it would take both addresses for its own host
+        targets = ",".join(f"{name}:{per_host}" for name in hosts.names)
+        options = ["--allow-run-as-root", "--host", targets]
+        options += ["--map-by", f"ppr:{per_host}:node:OVERSUBSCRIBE", "--bind-to", "none"]
+        return [mpirun, *options, "-n", str(nranks), *words], {
+            "OMPI_MCA_pml": "ob1",
+            # as MPICH does by itself; without it 4 ranks on 2 cores take whole time slices
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+            "OMPI_MCA_btl": "tcp,self,sm",
+            "OMPI_MCA_btl_tcp_if_include": Hosts.DEVICE,
+            "OMPI_MCA_oob_tcp_if_include": Hosts.DEVICE,
+            "OMPI_MCA_plm_rsh_agent": hosts.agent(),
+            "PRTE_MCA_plm_ssh_agent": hosts.agent(),  # from Open MPI 5 on
+        }
+    options = ["-launcher", "ssh", "-launcher-exec", hosts.agent(), "-ppn", str(per_host)]
+    options += ["-hosts", ",".join(Hosts.ADDRESSES), "-n", str(nranks)]
+    if "Intel" in version:
+        return [mpirun, *options, *words], {
             **path,
-            "I_MPI_FABRICS": "ofi",
-            "I_MPI_COLL_INTRANODE": "pt2pt",  # else small collectives use shared memory
+            "I_MPI_FABRICS": "shm:ofi" if per_host > 1 else "ofi",
+            "I_MPI_HYDRA_IFACE": Hosts.DEVICE,
             "FI_PROVIDER": "tcp",
-            "FI_TCP_IFACE": "lo",
+            "FI_TCP_IFACE": Hosts.DEVICE,
         }
-    if "Open MPI" not in version:
-        return [mpirun, "-n", str(nranks), *words], {
-            "MPIR_CVAR_NUM_CLIQUES": "2",
-            "UCX_TLS": "tcp,self" if nranks == 2 else "tcp,self,sysv,posix",
-            "UCX_NET_DEVICES": routed_interface(),
-        }
-    agent = os.path.join(folder, "agent.sh")
-    Path(agent).write_text(
-        "#!/bin/sh\nhost=$1; shift\nexport TMPDIR=$(mktemp -d)\n"
-        'exec unshare --uts sh -c "hostname $host; $*"\n'
-    )
-    os.chmod(agent, 0o700)
-    hosts = ",".join(f"tcphost{i}:{nranks // 2}" for i in range(2))
-    options = ["--allow-run-as-root", "--oversubscribe", "--host", hosts]
-    return [mpirun, *options, "-n", str(nranks), *words], {
-        "OMPI_MCA_pml": "ob1",
-        # Open MPI 5 uses shared memory between the two pretended hosts if it is allowed to
-        "OMPI_MCA_btl": "tcp,self" if nranks == 2 else "tcp,self,sm,vader",
-        "OMPI_MCA_btl_tcp_if_include": "lo",
-        "OMPI_MCA_oob_tcp_if_include": "lo",
-        "OMPI_MCA_plm_rsh_agent": agent,
-        "PRTE_MCA_plm_ssh_agent": agent,  # from Open MPI 5 on
+    return [mpirun, *options, "-iface", Hosts.DEVICE, *words], {
+        "UCX_TLS": "tcp,self,sysv,posix",
+        "UCX_NET_DEVICES": Hosts.DEVICE,
     }
 
 
-def routed_interface() -> str:
-    """Return the name of an interface whose address UCX can use; a host's own traffic to it goes
-    over loopback all the same.
-    """
-    # UCX from 1.18 on rejects the address of lo ("no route to")
-    names = [name for _, name in socket.if_nameindex() if name != "lo"]
-    up = [n for n in names if Path(f"/sys/class/net/{n}/operstate").read_text().strip() == "up"]
-    return up[0] if up else "lo"
-
-
-def ucx_time(size: int, port: int) -> float:
+def ucx_time(size: int, hosts: Hosts) -> float:
     """Return the one-way time of ``ucx_perftest -t tag_lat`` over TCP in seconds."""
-    environ = {**os.environ, "UCX_TLS": "tcp", "UCX_NET_DEVICES": routed_interface()}
-    command = ["ucx_perftest", "-p", str(port)]
+    environ = {**os.environ, "UCX_TLS": "tcp", "UCX_NET_DEVICES": Hosts.DEVICE}
+    command = ["ucx_perftest", "-p", "13970"]
     server = subprocess.Popen(
-        command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+        [hosts.inside(0), *command],
+        env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
     try:
         time.sleep(0.3)
         count = int(min(5000, max(5, 2e9 / (size + 50_000))))
         options = ["-t", "tag_lat", "-s", str(size), "-n", str(count), "-w", str(count // 5 + 1)]
         done = subprocess.run(
-            [*command, *options, "127.0.0.1"],
+            [hosts.inside(1), *command, *options, Hosts.ADDRESSES[0]],
             env=environ, capture_output=True, text=True, timeout=CELL_S,
         )  # fmt: skip
         numbers = re.search(r"^Final:(.*)$", done.stdout, re.MULTILINE)
@@ -414,7 +464,7 @@ def ucx_time(size: int, port: int) -> float:
             raise SystemExit(f"ucx_perftest failed: {done.stdout} {done.stderr}")
         return float(numbers[1].split()[2]) * 1e-6  # average of all
     finally:
-        server.terminate()
+        os.killpg(server.pid, signal.SIGTERM)
         server.wait()
 
 
@@ -428,6 +478,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--sizes", default=SIZES)
     parser.add_argument("--ranks", type=int, default=2, choices=(2, 4))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mtu", type=int, default=9000)
     common.add_output_option(parser)
     return parser.parse_args()
 
@@ -435,28 +486,30 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     machine = common.describe_machine()
-    groups = [Group("miraccl", "miraccl", sys.executable, args.ranks)]
+    wanted = [("miraccl", "miraccl", sys.executable)]
     for text in args.peer:
         name, _, rest = text.partition("=")
-        library, _, python = rest.partition(":")
-        groups.append(Group(name, library, python, args.ranks))
+        wanted.append((name, *rest.partition(":")[::2]))
     cells: dict[tuple[str, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    idle = idle_seconds()
-    started = time.monotonic()
-    try:
+    with Hosts(args.mtu) as hosts, contextlib.ExitStack() as stack:
+        groups = []
+        for words in wanted:
+            groups.append(Group(*words, args.ranks, hosts))
+            stack.callback(groups[-1].close)
+        idle, started = idle_seconds(), time.monotonic()
         for op in args.ops.split(","):
             for size in (int(s) for s in args.sizes.split(",")):
                 for _ in range(args.rounds):
                     for group in groups:
+                        before = hosts.carried()
                         cells[op, size][group.name].append(1e6 * group.measure(op, size))
+                        if op == "pingpong" and hosts.carried() - before < size:
+                            raise SystemExit(f"{group.name} does not use the interface")
                     if args.ucx and op == "pingpong":
-                        cells[op, size]["ucx"].append(1e6 * ucx_time(size, 13970))
+                        cells[op, size]["ucx"].append(1e6 * ucx_time(size, hosts))
                 shown = {name: f"{common.median(v):.1f}" for name, v in cells[op, size].items()}
                 print(op, size, shown, file=sys.stderr, flush=True)
-    finally:
-        for group in groups:
-            group.close()
-    share = (idle_seconds() - idle) / (time.monotonic() - started) / machine["cores"]
+        share = (idle_seconds() - idle) / (time.monotonic() - started) / machine["cores"]
     report(args, machine, cells, share)
 
 
@@ -477,9 +530,9 @@ def report(
     parts = [common.heading("Two hosts over TCP", machine)]
     congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     parts.append(
-        f"{args.ranks} ranks on two hosts of this machine over loopback TCP ({congestion}), "
-        f"{args.rounds} rounds, float32; cores idle {100 * idle:.0f} % of the time. Microseconds, "
-        "median of the rounds; ratio: the best peer / miraccl.\n"
+        f"{args.ranks} ranks on two hosts (network namespaces, one veth pair of MTU {args.mtu}) "
+        f"over TCP ({congestion}), {args.rounds} rounds, float32; cores idle {100 * idle:.0f} % of "
+        "the time. Microseconds, median of the rounds; ratio: the best peer / miraccl.\n"
     )
     ratios: dict[str, list[float]] = defaultdict(list)
     for op in dict.fromkeys(op for op, _ in cells):

@@ -4,13 +4,15 @@ A rank has one thread, so a program costs the sum of its steps: bytes copied and
 bandwidth for a working set of that size, plus a fixed cost per step. Messages in sequence add the
 latency between cores. If ranks share cores, work is stretched by the ranks per core, and each wait
 costs a context switch instead of a cache line transfer. Between hosts, each round adds the latency
-of its messages in sequence, and the ranks of a host share its network.
+of its messages in sequence, of which as many cross the network as its receives do on average, and
+the ranks of a host share its network.
 """
 
 from __future__ import annotations
 
 import bisect
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -55,7 +57,7 @@ class CpuConstants:
     latency_us: float = 0.08
     switch_us: float = 3.0
     step_us: float = 0.012
-    network_latency_us: float = 60.0
+    network_latency_us: float = 15.0
     network_message_us: float = 5.0
     network: float = 3000.0
 
@@ -154,16 +156,34 @@ def predict_us(
     total = sum(works) * schedule.nranks / len(works)
     cores = schedule.nranks / max(1.0, shape.ranks_per_core)
     network = _host_bytes(schedule, ranks, chunk, shape) / constants.network
-    latency = _latency_us(latency_steps, rounds, shape, constants)
+    between_hosts = math.ceil(latency_steps * _remote_share(schedule, ranks, shape))
+    latency = _latency_us(latency_steps, between_hosts, rounds, shape, constants)
     return max(max(works), total / cores) + network + latency
 
 
+def _remote_share(schedule: Schedule, ranks: Sequence[int], shape: CommunicatorShape) -> float:
+    """Return the share of the messages to these ranks that come from other hosts."""
+    received = remote = 0
+    for channel in schedule.channels if shape.hosts else ():
+        for rank in ranks:
+            for step in channel[rank]:
+                for peer in (step.recv_peer, *step.peers):
+                    received += peer is not None and peer != rank
+                    remote += shape.remote(rank, peer)
+    return remote / received if received else 0.0
+
+
 def _latency_us(
-    latency_steps: int, rounds: int, shape: CommunicatorShape, constants: CpuConstants
+    latency_steps: int,
+    between_hosts: int,
+    rounds: int,
+    shape: CommunicatorShape,
+    constants: CpuConstants,
 ) -> float:
-    """Return the time of the messages in sequence."""
-    if shape.hosts and len(set(shape.hosts)) > 1:
-        return latency_steps * rounds * constants.network_latency_us
+    """Return the time of the messages in sequence, of which some are ``between_hosts``."""
+    if between_hosts:
+        network = between_hosts * rounds * constants.network_latency_us
+        return network + _latency_us(latency_steps - between_hosts, 0, rounds, shape, constants)
     # Rounds are pipelined if every rank has a core. If ranks share cores, a waiting rank yields to
     # another one every few messages.
     if shape.ranks_per_core > 1:

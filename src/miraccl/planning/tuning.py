@@ -16,8 +16,8 @@ from miraccl.native import cache, progress
 from miraccl.planning.cost_model import CpuConstants
 from miraccl.types import DType, RedOp
 
-CACHE_FILE = "cpu-constants-6.json"
-FAILURE_FILE = "cpu-constants-6.failed"  # time of the last measurement that failed
+CACHE_FILE = "cpu-constants-7.json"
+FAILURE_FILE = "cpu-constants-7.failed"  # time of the last measurement that failed
 MEASURING_VARIABLE = "MIRACCL_MEASURING"  # set in the measuring processes: their parent's pid
 EXPECTED_S = 4.0  # two idle cores of an AMD EPYC 9004, 2.6 GHz
 LIMIT_S = 8.0

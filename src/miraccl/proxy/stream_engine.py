@@ -136,8 +136,11 @@ class ProgressEngine(CompiledThread[EngineLink]):
 
         Args:
             overlap: There is a core for the thread beside that of the executor: it moves large
-                messages.
+                messages. Else it sleeps at once when nothing moves: it would keep the core from
+                the executor that it has just woken.
         """
+        if not overlap:
+            self._set(layout.ENGINE_SPIN_NS, 0)
         self._set(layout.ENGINE_OVERLAP, int(overlap))
         return self._drive, self._memory.address
 

@@ -271,6 +271,7 @@ class Run:
             (layout.RUN_PROGRAM, program.steps.ctypes.data),
             (layout.RUN_NSTEPS, program.nsteps),
             (layout.RUN_ROUND_BYTES, piece),
+            (layout.RUN_STRIDE, piece),  # for tables of rows; others: ``kernels.counts``
             (layout.RUN_DIRECT, direct),
             (layout.RUN_IN_BLOCKS, self.in_blocks.ctypes.data),
             (layout.RUN_OUT_BLOCKS, self.out_blocks.ctypes.data),

@@ -1,6 +1,7 @@
 """Slices of chunks that a round moves: at most ``RUN_ROUND_BYTES`` of every chunk.
 
-A step on several chunks sends one message in which chunk ``i`` begins at ``i * RUN_ROUND_BYTES``.
+A step on several chunks sends one message in which chunk ``i`` begins at ``i * RUN_STRIDE``, with
+gaps as long as 64 bytes at most: a network sends them, too.
 Chunk ``i`` of scratch has the length of part ``i % parts`` of a block.
 """
 
@@ -61,5 +62,5 @@ def message_bytes(run: int, buffer: int, index: int, chunks: int, rnd: int) -> i
     for i in range(chunks):
         _, size = slice_extent(run, buffer, index + i, rnd)
         if size > 0:
-            last = i * load(run + layout.RUN_ROUND_BYTES) + size
+            last = i * load(run + layout.RUN_STRIDE) + size
     return last

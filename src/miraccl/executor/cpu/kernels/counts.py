@@ -47,6 +47,7 @@ def fill_counts(run: int, counts: int) -> None:
     )
     chunk, block = max(in_chunk, out_chunk), max(1, max(in_block, out_block))
     slice_bytes = load(run + layout.RUN_ROUND_BYTES)
+    store(run + layout.RUN_STRIDE, min(slice_bytes, -(-chunk // sizes.ALIGN) * sizes.ALIGN))
     store(run + layout.RUN_NROUNDS, max(1, (min(chunk, block) + slice_bytes - 1) // slice_bytes))
     store(run + layout.RUN_IN_BYTES, in_bytes)
     store(run + layout.RUN_OUT_BYTES, out_bytes)

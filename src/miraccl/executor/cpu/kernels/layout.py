@@ -102,6 +102,7 @@ CTX_FANOUT_TAILS = 528  # table of NFANOUT rows with a word per rank
 CTX_FANOUT_NEXT = 536  # number of the next slot
 CTX_FANOUT_SLOT = 544  # 1 + the slot of the payload that is being sent; 0: none
 CTX_LOOP_COPY = 552  # 1: copy with vectors instead of glibc's memcpy (kernels.copies)
+CTX_NEXT_SKIP = 560  # what CTX_SKIP_YIELDS becomes after a long yield
 CTX_SIZE = 576
 BUSY_PENDING = 1  # bit of CTX_BUSY for asynchronous operations
 # SEQ: the rank's last operation; SENT: messages it has sent to this rank, -1 unknown
@@ -165,6 +166,7 @@ RUN_LL = 128
 RUN_IN_BYTES, RUN_OUT_BYTES = 136, 144
 RUN_SENDS, RUN_NSENDS = 152, 160
 RUN_EPILOGUE, RUN_EPILOGUE_ARG = 168, 176  # kernel applied to the output at the end (avg)
+RUN_STRIDE = 184  # bytes between the slices of a message (kernels.chunks)
 RUN_TEMPLATE = 192  # signature without the sequence number
 RUN_STREAM = 200  # as CTX_STREAM
 RUN_WINDOW_PATH = 208  # run used if all ranks' buffers are window memory; 0: do not negotiate

@@ -83,10 +83,10 @@ def send(
             copy_memory(ctx, next_slot_address(conn), start + offset, size)
             post_slot(ctx, conn, sig, size)
         return layout.OK
-    slice_bytes = load(run + layout.RUN_ROUND_BYTES)
+    stride = load(run + layout.RUN_STRIDE)
     for i in range(chunks):
         offset, length = slice_extent(run, buffer, index + i, rnd)
-        copy_memory(ctx, next_slot_address(conn) + i * slice_bytes, start + offset, length)
+        copy_memory(ctx, next_slot_address(conn) + i * stride, start + offset, length)
     post_slot(ctx, conn, sig, size)
     return layout.OK
 
@@ -113,10 +113,10 @@ def unpack(
         offset, size = slice_extent(run, buffer, index, rnd)
         return copy_payload(ctx, conn, peer, start + offset, size)
     source = local_payload(ctx, conn)
-    slice_bytes = load(run + layout.RUN_ROUND_BYTES)
+    stride = load(run + layout.RUN_STRIDE)
     for i in range(chunks):
         offset, size = slice_extent(run, buffer, index + i, rnd)
-        copy_memory(ctx, start + offset, source + i * slice_bytes, size)
+        copy_memory(ctx, start + offset, source + i * stride, size)
     return layout.OK
 
 
@@ -134,7 +134,7 @@ def reduce_into(
     rnd: int,
 ) -> int:
     """Compute ``dst = src (+) message``, chunk by chunk."""
-    slice_bytes = load(run + layout.RUN_ROUND_BYTES)
+    stride = load(run + layout.RUN_STRIDE)
     for i in range(chunks):
         own, own_size = slice_extent(run, src_buf, src + i, rnd)
         to, size = slice_extent(run, dst_buf, dst + i, rnd)
@@ -147,7 +147,7 @@ def reduce_into(
                 peer,
                 buffer_base(run, dst_buf) + to,
                 buffer_base(run, src_buf) + own,
-                i * slice_bytes,
+                i * stride,
                 size,
             )
             if code != layout.OK:
@@ -168,7 +168,7 @@ def reduce_to_next(ctx: int, run: int, step: int, conn: int, peer: int, rnd: int
         load(step + layout.STEP_SRC),
         load(step + layout.STEP_CHUNKS),
     )
-    slice_bytes = load(run + layout.RUN_ROUND_BYTES)
+    stride = load(run + layout.RUN_STRIDE)
     for i in range(chunks):
         own, length = slice_extent(run, buffer, index + i, rnd)
         if length > 0:
@@ -177,9 +177,9 @@ def reduce_to_next(ctx: int, run: int, step: int, conn: int, peer: int, rnd: int
                 run,
                 conn,
                 peer,
-                next_slot_address(out) + i * slice_bytes,
+                next_slot_address(out) + i * stride,
                 buffer_base(run, buffer) + own,
-                i * slice_bytes,
+                i * stride,
                 length,
             )
             if code != layout.OK:
@@ -258,7 +258,7 @@ def reduce_all(ctx: int, run: int, step: int, rnd: int) -> int:
         if chunk > 0:
             to, size = slice_extent(run, dst_buf, dst + chunk, rnd)
         own, _ = slice_extent(run, src_buf, src + chunk, rnd)
-        offset = chunk * load(run + layout.RUN_ROUND_BYTES)
+        offset = chunk * load(run + layout.RUN_STRIDE)
         for i in range(count):
             peer = load(peers + 8 * i)
             if peer == rank:

@@ -54,9 +54,11 @@ SPIN_BETWEEN_YIELDS = 16
 #: A yield that lasts this long has given the core to a thread that computes: a time slice of Linux
 #: is 1.4 ms and more.
 CORE_HELD_NS = 1_000_000
-#: Number of waits that sleep at once after such a yield. A sleep costs some 10 us more than a
-#: yield, so together they cost about as much as the yield did.
-SKIPPED_YIELDS = 256
+#: Number of waits that sleep at once after such a yield: the first, and the most, for the number
+#: doubles with each of them and falls by 1 with each wait that yields. A sleep costs some 10 us
+#: more than a yield (40 us where it hands network connections over), so 256 of them cost about as
+#: much as a long yield does; a single one, as when other processes start, is not worth that.
+FIRST_SKIPPED_YIELDS, MOST_SKIPPED_YIELDS = 8, 256
 FIRST_SLEEP_NS = 1_000_000
 # An operation on more bytes releases the GIL from its start.
 RELEASE_GIL_BYTES = 1 << 18
@@ -328,6 +330,9 @@ def should_yield(ctx: int) -> bool:
     naps = load(ctx + layout.CTX_SKIP_YIELDS)
     if naps > 0:
         store(ctx + layout.CTX_SKIP_YIELDS, naps - 1)
+    else:
+        penalty = load(ctx + layout.CTX_NEXT_SKIP)
+        store(ctx + layout.CTX_NEXT_SKIP, max(FIRST_SKIPPED_YIELDS, penalty - 1))
     return naps == 0
 
 
@@ -342,7 +347,9 @@ def yield_core(ctx: int, since: int) -> int:
     sched_yield()
     now = now_ns(ctx)
     if now - since >= CORE_HELD_NS:
-        store(ctx + layout.CTX_SKIP_YIELDS, SKIPPED_YIELDS)
+        penalty = load(ctx + layout.CTX_NEXT_SKIP)
+        store(ctx + layout.CTX_SKIP_YIELDS, penalty)
+        store(ctx + layout.CTX_NEXT_SKIP, min(2 * penalty, MOST_SKIPPED_YIELDS))
     return now
 
 
@@ -445,10 +452,14 @@ sleep_until = inline(_sleep_until)
 @inline
 def wait(ctx: int, address: int, target: int, peer: int) -> int:
     """Wait until the word at ``address`` has reached ``target``; return OK or an ERR_*."""
+    near = load(load(ctx + layout.CTX_CTRLS) + 8 * peer) != 0
     for _ in range(load(ctx + layout.CTX_SPIN)):
         if load_acquire(address) >= target:
             return layout.OK
-        pause_or_drive(ctx)
+        if near:
+            pause()
+        else:
+            pause_or_drive(ctx)
     release_gil(ctx)
     if load(ctx + layout.CTX_MIGRATE) != 0:
         migrate_to_freer_core(ctx)
@@ -457,7 +468,7 @@ def wait(ctx: int, address: int, target: int, peer: int) -> int:
     while yields > 0 and load(ctx + layout.CTX_SKIP_YIELDS) == 0:
         yields -= 1
         now = yield_core(ctx, now)
-        if drives(ctx):
+        if drives(ctx) and (not near or yields & 7 == 0):
             drive(ctx, DRIVE_POLL)
         for _ in range(SPIN_BETWEEN_YIELDS):
             if load_acquire(address) >= target:
