@@ -22,7 +22,6 @@ from miraccl.native.intrinsics import (
     sched_yield,
     store,
     store8,
-    store_release,
     syscall,
 )
 from miraccl.proxy.kernels import flow_layout
@@ -59,8 +58,10 @@ from miraccl.proxy.kernels.progress_engine import (
     EVENT_DATA,
     SYS_READ,
     acquire,
+    begin_round,
     close_link,
-    doze,
+    doze_if_driven,
+    hand_over,
     link_at,
     moves_much,
     needs_python,
@@ -233,13 +234,9 @@ def run(engine: int, unused: int) -> int:
         if load(port + flow_layout.PORT_NSOCKETS) != 0 and poll(engine, port, 0) > 0:
             busy = True
         release(engine)
-        rounds = load_acquire(engine + layout.ENGINE_DRIVEN)
-        if rounds != driven:
+        rounds = doze_if_driven(engine, driven)
+        if busy or rounds != driven:
             driven = rounds
-            doze(engine)
-            acquire(engine)
-            idle_since = 0
-        elif busy:
             acquire(engine)
             idle_since = 0
         else:
@@ -288,16 +285,13 @@ def drive(engine: int, mode: int, unused: int, unused2: int) -> int:
     ``mode``: as of ``progress_engine.drive``.
     """
     if mode == DRIVE_HAND_OVER:
-        exchange(engine + layout.ENGINE_HANDOVER, 1)
-        if load_acquire(engine + layout.ENGINE_DOZING) != 0:
-            ring(engine)
+        hand_over(engine)
         return 1
     if load(engine + layout.ENGINE_OVERLAP) != 0 and moves_much(engine):
         return 0
-    if exchange(engine + layout.ENGINE_LOCK, 1) != 0:
+    if not begin_round(engine):
         return 0
-    port, driven = load(engine + layout.ENGINE_PORT), engine + layout.ENGINE_DRIVEN
-    store_release(driven, load(driven) + 1)
+    port = load(engine + layout.ENGINE_PORT)
     more = advance_port(engine, port)
     store(engine + layout.ENGINE_DIRTY, 0)  # the executor is awake
     calls_python = needs_python(engine) or queues_failed(port)

@@ -246,13 +246,9 @@ def run(engine: int, unused: int) -> int:
             busy = True
             drain_doorbell(engine)
         release(engine)
-        rounds = load_acquire(engine + layout.ENGINE_DRIVEN)
-        if rounds != driven:
+        rounds = doze_if_driven(engine, driven)
+        if busy or rounds != driven:
             driven = rounds
-            doze(engine)
-            acquire(engine)
-            idle_since = 0
-        elif busy:
             acquire(engine)
             idle_since = 0
         else:
@@ -315,6 +311,34 @@ def doze(engine: int) -> None:
 
 
 @inline
+def doze_if_driven(engine: int, driven: int) -> int:
+    """Doze if executors have begun other rounds than the ``driven`` ones that the thread knows of;
+    return how many they had begun before. Called and left without the lock.
+    """
+    rounds = load_acquire(engine + layout.ENGINE_DRIVEN)
+    if rounds != driven:
+        doze(engine)
+    return rounds
+
+
+@inline
+def hand_over(engine: int) -> None:
+    """Have a thread that dozes advance the links, as the executor is about to sleep."""
+    exchange(engine + layout.ENGINE_HANDOVER, 1)
+    if load_acquire(engine + layout.ENGINE_DOZING) != 0:
+        ring(engine)
+
+
+@inline
+def begin_round(engine: int) -> bool:
+    """Take the lock for a round of an executor; return False if another thread has it."""
+    if exchange(engine + layout.ENGINE_LOCK, 1) != 0:
+        return False
+    store_release(engine + layout.ENGINE_DRIVEN, load(engine + layout.ENGINE_DRIVEN) + 1)
+    return True
+
+
+@inline
 def moves_much(engine: int) -> bool:
     """Return True if a stream has much to send or to receive; may be called without the lock."""
     for i in range(load(engine + layout.ENGINE_NLINKS)):
@@ -337,17 +361,14 @@ def drive(engine: int, mode: int, unused: int, unused2: int) -> int:
     the executor sleeps.
     """
     if mode == DRIVE_HAND_OVER:
-        exchange(engine + layout.ENGINE_HANDOVER, 1)
-        if load_acquire(engine + layout.ENGINE_DOZING) != 0:
-            ring(engine)
+        hand_over(engine)
         return 1
     # A thread that dozes moves nothing for up to ``DOZE_NS``: longer than a message of 1 MiB takes.
     dozes = load_acquire(engine + layout.ENGINE_DOZING) != 0
     if load(engine + layout.ENGINE_OVERLAP) != 0 and not dozes and moves_much(engine):
         return 0
-    if exchange(engine + layout.ENGINE_LOCK, 1) != 0:
+    if not begin_round(engine):
         return 0
-    store_release(engine + layout.ENGINE_DRIVEN, load(engine + layout.ENGINE_DRIVEN) + 1)
     if mode == DRIVE_POLL:
         poll_directly(engine)
     advance_links(engine)

@@ -25,7 +25,6 @@ from miraccl.native.intrinsics import (
     pause,
     sched_yield,
     store,
-    store_release,
     syscall,
 )
 from miraccl.proxy.kernels import link_layout
@@ -38,7 +37,9 @@ from miraccl.proxy.kernels.progress_engine import (
     EVENT_BYTES,
     EVENT_DATA,
     acquire,
-    doze,
+    begin_round,
+    doze_if_driven,
+    hand_over,
     now_ns,
     release,
     ring,
@@ -266,13 +267,9 @@ def run(engine: int, unused: int) -> int:
         if needs_python(engine) or timer_due(engine):
             return 0
         release(engine)
-        rounds = load_acquire(engine + link_layout.ENGINE_DRIVEN)
-        if rounds != driven:
+        rounds = doze_if_driven(engine, driven)
+        if busy or rounds != driven:
             driven = rounds
-            doze(engine)
-            acquire(engine)
-            idle_since = 0
-        elif busy:
             acquire(engine)
             idle_since = 0
         else:
@@ -294,14 +291,10 @@ def drive(engine: int, mode: int, unused: int, unused2: int) -> int:
     ``mode``: as of ``progress_engine.drive``.
     """
     if mode == DRIVE_HAND_OVER:
-        exchange(engine + link_layout.ENGINE_HANDOVER, 1)
-        if load_acquire(engine + link_layout.ENGINE_DOZING) != 0:
-            ring(engine)
+        hand_over(engine)
         return 1
-    if exchange(engine + link_layout.ENGINE_LOCK, 1) != 0:
+    if not begin_round(engine):
         return 0
-    driven = engine + link_layout.ENGINE_DRIVEN
-    store_release(driven, load(driven) + 1)
     advance_all(engine)
     store(engine + link_layout.ENGINE_DIRTY, 0)  # the executor is awake
     calls_python = needs_python(engine)
