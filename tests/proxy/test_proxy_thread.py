@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from miraccl.errors import CommunicatorClosed, MiracclError
-from miraccl.proxy import commands
+from miraccl.proxy import commands, compiled_thread
+from miraccl.proxy.kernels import link_layout
 from miraccl.proxy.stream_engine import ProgressEngine
 from miraccl.transport.base import Fifo, FifoPair, NetConnection
 from miraccl.transport.ends import RecvEnd, SendEnd
@@ -126,6 +127,17 @@ def message(number, payload, signature=1, ack=0):
         )
         + payload
     )
+
+
+@pytest.mark.parametrize("one_core", [False, True])
+def test_engine_with_a_single_core_does_not_poll(
+    one_core: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_thread, "has_one_core", lambda: one_core)
+    rig = Rig()
+    spin_ns = rig.proxy._get(link_layout.ENGINE_SPIN_NS)
+    rig.close()
+    assert spin_ns == (0 if one_core else compiled_thread.SPIN_NS)
 
 
 def test_frames_that_come_byte_by_byte(rig):

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from miraccl import native
-from miraccl.proxy.compiled_thread import SPIN_NS, CompiledThread
+from miraccl.proxy.compiled_thread import CompiledThread
 from miraccl.proxy.kernels import link_layout as layout
 from miraccl.proxy.kernels.link_io import LOW_WATER_BYTES, RAIL_LOW_WATER_BYTES
 from miraccl.proxy.link_memory import LinkMemory
@@ -93,7 +93,7 @@ class ProgressEngine(CompiledThread[EngineLink]):
 
     Args:
         segment_bytes: Largest segment of a message.
-        spin_ns: Nanoseconds that an idle engine polls before it sleeps.
+        spin_ns: Nanoseconds that an idle thread polls; see ``CompiledThread``.
     """
 
     noun = "progress engine"
@@ -111,7 +111,7 @@ class ProgressEngine(CompiledThread[EngineLink]):
         control: int = 0,
         atomics: Atomics | None = None,
         segment_bytes: int = SEGMENT_BYTES,
-        spin_ns: int = SPIN_NS,
+        spin_ns: int | None = None,
     ) -> None:
         self._segment_bytes = segment_bytes
         super().__init__(
