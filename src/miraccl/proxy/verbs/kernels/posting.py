@@ -215,13 +215,22 @@ def mark_failed(conn: int, qp: int, status: int, vendor: int, errno: int) -> Non
 
 
 @inline
-def append_request(
-    conn: int, index: int, address: int, length: int, key: int, opcode: int, flags: int
-) -> int:
+def append_write(
+    conn: int,
+    index: int,
+    address: int,
+    length: int,
+    key: int,
+    target: int,
+    target_key: int,
+    opcode: int,
+    flags: int,
+) -> None:
     """Append an ibv_send_wr to the requests that ``post_requests`` posts on a queue pair.
 
-    Returns:
-        Its address; the caller writes remote address and key.
+    Args:
+        key, target_key: lkey of ``address`` and rkey of ``target``.
+        flags: Flags, and the immediate in the high half.
     """
     engine, qp = load(conn + layout.CONN_ENGINE), qp_of(conn, index)
     count, number = load(engine + layout.ENGINE_CHAIN), load(qp + layout.QP_POSTED) + 1
@@ -237,9 +246,10 @@ def append_request(
     store(wr + 16, sge)
     store(wr + 24, (0 if length == 0 else 1) | opcode << 32)
     store(wr + 32, flags)
+    store(wr + WR_REMOTE, target)
+    store(wr + WR_RKEY, target_key)
     store(qp + layout.QP_POSTED, number)
     store(engine + layout.ENGINE_CHAIN, count + 1)
-    return wr
 
 
 @inline
@@ -342,7 +352,8 @@ def append_batch(conn: int, index: int) -> None:
     place = index * rows.NROWS + ((sequence - count) & (rows.NROWS - 1))
     row = load(conn + layout.CONN_ROWS_OUT) + place * rows.ROW_BYTES
     target = load(conn + layout.CONN_PEER_ROWS) + place * rows.ROW_BYTES
-    nbytes, key = count * rows.ROW_BYTES, load(qp + layout.QP_KEY)
+    nbytes = count * rows.ROW_BYTES
+    key, rkey = load(qp + layout.QP_KEY), load(qp + layout.QP_PEER_KEY)
     unsignaled, flags = load(qp + layout.QP_UNSIGNALED) + count, SOLICITED
     if load(engine + layout.ENGINE_BATCH_SIGNAL) != 0 or unsignaled >= layout.SIGNAL_ROWS:
         flags = flags | SIGNALED
@@ -351,15 +362,11 @@ def append_batch(conn: int, index: int) -> None:
     flags = flags | swap32(encode_immediate(index, sequence, count)) << 32
     inline_flag = load(conn + layout.CONN_INLINE) if count == 1 else 0
     if load(engine + layout.ENGINE_BATCH_APART) != 0:
-        wr = append_request(conn, number, row, nbytes, key, WR_WRITE, inline_flag)
-        store(wr + WR_REMOTE, target)
-        store(wr + WR_RKEY, load(qp + layout.QP_PEER_KEY))
-        wr = append_request(conn, number, row, 0, key, WR_WRITE_WITH_IMM, flags)
+        append_write(conn, number, row, nbytes, key, target, rkey, WR_WRITE, inline_flag)
+        append_write(conn, number, row, 0, key, target, rkey, WR_WRITE_WITH_IMM, flags)
     else:
         flags = flags | inline_flag
-        wr = append_request(conn, number, row, nbytes, key, WR_WRITE_WITH_IMM, flags)
-    store(wr + WR_REMOTE, target)
-    store(wr + WR_RKEY, load(qp + layout.QP_PEER_KEY))
+        append_write(conn, number, row, nbytes, key, target, rkey, WR_WRITE_WITH_IMM, flags)
     store(engine + layout.ENGINE_BATCH, 0)
     store(engine + layout.ENGINE_BATCH_BYTES, 0)
     store(engine + layout.ENGINE_BATCH_SIGNAL, 0)
@@ -401,9 +408,7 @@ def append_payload(conn: int, index: int, entry: int, placement: int) -> bool:
         target = load(extra + layout.OUT_ADDRESS)
         rkey = load32(extra + layout.OUT_KEYS + 4 * load(qp + layout.QP_PEER_DEVICE)) & 0xFFFFFFFF
     number = load(route_of(conn, index) + layout.STREAM_QP)
-    wr = append_request(conn, number, payload, length, lkey, WR_WRITE, 0)
-    store(wr + WR_REMOTE, target + offset)
-    store(wr + WR_RKEY, rkey)
+    append_write(conn, number, payload, length, lkey, target + offset, rkey, WR_WRITE, 0)
     engine = load(conn + layout.CONN_ENGINE)
     batched = load(engine + layout.ENGINE_BATCH_BYTES) + length
     store(engine + layout.ENGINE_BATCH_BYTES, batched)
@@ -534,10 +539,9 @@ def post_abort(conn: int, arguments: int) -> int:
     qp = qp_of(conn, number)
     memcpy(next_row(conn, index), arguments + 16, rows.ROW_BYTES)
     if length > 0:
-        text, key = load(conn + layout.CONN_TEXT_OUT), load(qp + layout.QP_KEY)
-        wr = append_request(conn, number, text, length, key, WR_WRITE, 0)
-        store(wr + WR_REMOTE, load(conn + layout.CONN_PEER_TEXT))
-        store(wr + WR_RKEY, load(qp + layout.QP_PEER_KEY))
+        text, target = load(conn + layout.CONN_TEXT_OUT), load(conn + layout.CONN_PEER_TEXT)
+        key, rkey = load(qp + layout.QP_KEY), load(qp + layout.QP_PEER_KEY)
+        append_write(conn, number, text, length, key, target, rkey, WR_WRITE, 0)
     append_row(conn, index, rows.KIND_FRAME, 0, True, False)
     append_batch(conn, index)
     return 1 if post_requests(conn, number) else 0
