@@ -63,9 +63,28 @@ def wake_sleepers(doorbell: int) -> None:
 
 
 @inline
+def record_size(nbytes: int) -> int:
+    """Return the bytes of a record in its ring, with header and padding to 8 bytes."""
+    return layout.RECORD_BYTES + ((nbytes + 7) & ~7)
+
+
+@inline
+def read_header(pair: int, head: int, tail: int) -> int:
+    """Return the first word of the record at ``head``: its bytes, and its kind in the high half.
+
+    The ring is memory that a peer writes: -1 if a record of that size cannot be in it.
+    """
+    word = load(pair + layout.PAIR_RING + (head & (layout.RING_BYTES - 1)))
+    nbytes, filled = word & 0xFFFFFFFF, tail - head
+    if nbytes > layout.MAX_RECORD or filled < record_size(nbytes) or filled > layout.RING_BYTES:
+        return -1
+    return word
+
+
+@inline
 def write_record(pair: int, kind: int, number: int, data: int, nbytes: int) -> bool:
     """Append a record; return False if the ring is full. One thread at a time."""
-    size = layout.RECORD_BYTES + ((nbytes + 7) & ~7)
+    size = record_size(nbytes)
     tail = load(pair + layout.PAIR_TAIL)
     # The reader writes the head's line with each record: it is read only if the ring seems full.
     if tail + size - load(pair + layout.PAIR_SEEN) > layout.RING_BYTES:
@@ -120,28 +139,25 @@ def post(self: int, args: int, nargs: int) -> int:
 
 
 def take_record(self: int, args: int, nargs: int) -> int:
-    """``take_record(pair)``: bytes of the next record with its header, or 0.
-
-    The ring is memory that a peer writes: sizes are checked, and a false one counts as an empty
-    ring (-1).
+    """``take_record(pair)``: bytes of the next record with its header; 0 if there is none, -1 if
+    the ring contradicts itself.
     """
     pair = PyLong_AsLong(load(args))
     head, tail = load(pair + layout.PAIR_HEAD), load_acquire(pair + layout.PAIR_TAIL)
     if head == tail:
         return PyLong_FromLong(0)
-    ring = pair + layout.PAIR_RING
-    nbytes = load(ring + (head & (layout.RING_BYTES - 1))) & 0xFFFFFFFF
-    size = layout.RECORD_BYTES + ((nbytes + 7) & ~7)
-    if nbytes > layout.MAX_RECORD or tail - head < size or tail - head > layout.RING_BYTES:
+    word = read_header(pair, head, tail)
+    if word == -1:
         return PyLong_FromLong(-1)
+    nbytes = word & 0xFFFFFFFF
     made = PyBytes_FromStringAndSize(0, layout.RECORD_BYTES + nbytes)
     if made == 0:
         return 0
     memory = PyBytes_AsString(made)
-    ring_copy(ring, head, memory, layout.RECORD_BYTES + nbytes, True)
-    # The size was checked as read above; the peer may have changed the header meanwhile.
+    ring_copy(pair + layout.PAIR_RING, head, memory, layout.RECORD_BYTES + nbytes, True)
+    # The peer may have changed the header since it was checked.
     store(memory, (load(memory) >> 32 << 32) | nbytes)
-    store_release(pair + layout.PAIR_HEAD, head + size)
+    store_release(pair + layout.PAIR_HEAD, head + record_size(nbytes))
     return made
 
 
@@ -167,14 +183,10 @@ def take_plain(inbox: int) -> int:
         pair = load(entry)
         head, tail = load(pair + layout.PAIR_HEAD), load_acquire(pair + layout.PAIR_TAIL)
         if head != tail:
+            nbytes = read_header(pair, head, tail)
+            if nbytes >> 32 != 0:  # another kind, or -1
+                return 0
             ring = pair + layout.PAIR_RING
-            word = load(ring + (head & (layout.RING_BYTES - 1)))
-            nbytes = word & 0xFFFFFFFF
-            size = layout.RECORD_BYTES + ((nbytes + 7) & ~7)
-            if word >> 32 != 0 or nbytes > layout.MAX_RECORD or tail - head < size:
-                return 0
-            if tail - head > layout.RING_BYTES:
-                return 0
             # As ``tuple.__new__(Notification, fields)``, in a third of its time.
             made = PyType_GenericAlloc(load(inbox + layout.INBOX_TYPE), 5)
             if TUPLE_HASH != 0:
@@ -182,7 +194,7 @@ def take_plain(inbox: int) -> int:
             data = PyBytes_FromStringAndSize(0, nbytes)
             number = load(ring + ((head + 8) & (layout.RING_BYTES - 1)))
             ring_copy(ring, head + layout.RECORD_BYTES, PyBytes_AsString(data), nbytes, True)
-            store_release(pair + layout.PAIR_HEAD, head + size)
+            store_release(pair + layout.PAIR_HEAD, head + record_size(nbytes))
             name, agent = load(entry + layout.RING_NAME), load(entry + layout.RING_AGENT)
             Py_IncRef(name)
             Py_IncRef(agent)
