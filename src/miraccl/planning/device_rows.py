@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.choice import choose
@@ -44,6 +45,11 @@ class SparseDevicePlan(DevicePlan):
     density: float | None = None
     union: float | None = None
     break_even: float = 0.0
+
+
+def sparse_plan(plan: DevicePlan, **more: Any) -> SparseDevicePlan:
+    """Return the plan of a sparse sum by the launches of ``plan``; ``more``: fields that differ."""
+    return SparseDevicePlan(**{**vars(plan), **more})
 
 
 def count_rows(nbytes: int) -> int:
@@ -121,7 +127,7 @@ def explain(request: Request, density: float, direct: bool) -> list[SparseCandid
     nbytes, nranks = request.block_bytes, request.nranks
     union = 1 - (1 - density) ** nranks
     limit = row_limit(nbytes, nranks) / max(1, count_rows(nbytes)) if direct else 0.0
-    by_rows = 0.0 < density <= limit or (density == 0.0 and limit > 0.0)
+    by_rows = limit > 0.0 and density <= limit
     dense = dense_plan(request)
     if not direct:
         why = "dense: ranks do not address each other's memory"

@@ -179,7 +179,7 @@ def pack_exchange(
     return args + bytearray(struct.pack(f"<{len(words)}Q", *words))
 
 
-def exchange_plan(request: Request, limit: int, reason: str) -> DevicePlan:
+def exchange_plan(request: Request) -> DevicePlan:
     """Return the plan of an exchange of rows."""
     return DevicePlan(
         algo=check_schedule(request.nranks),
@@ -188,7 +188,6 @@ def exchange_plan(request: Request, limit: int, reason: str) -> DevicePlan:
         threads=THREADS,
         unroll=layout.SPARSE_CHUNK_BYTES // (32 * 16),
         min_blocks=BLOCKS_PER_SM,
-        reason=reason,
     )
 
 
@@ -212,7 +211,7 @@ class RowExchangeLaunch:
         dense: DevicePlan,
         agreed: int,
     ) -> None:
-        self.plan = exchange_plan(request, limit, "")
+        self.plan = exchange_plan(request)
         self.threads = self.plan.blocks * self.plan.threads
         number = signature(request, limit, agreed)
         self._launches = []

@@ -22,7 +22,6 @@ from miraccl.executor.cuda.row_exchange import (
 from miraccl.native.hashing import mix
 from miraccl.ops.spec import ALL_REDUCE_SPARSE
 from miraccl.planning import device_rows
-from miraccl.planning.device_rows import SparseDevicePlan
 from miraccl.runtime.gpu.engines import MAX_LAUNCHES
 
 if TYPE_CHECKING:
@@ -100,15 +99,9 @@ class RowSum:
             f"{who} between rows and the dense sum, which runs from {self._share:.1%} of {_ROWS} on"
         )
 
-    def _plan(self, reason: str) -> SparseDevicePlan:
-        plan = self._launch.plan
-        return SparseDevicePlan(
-            algo=plan.algo,
-            proto=plan.proto,
-            blocks=plan.blocks,
-            threads=plan.threads,
-            unroll=plan.unroll,
-            min_blocks=plan.min_blocks,
+    def _plan(self, reason: str) -> device_rows.SparseDevicePlan:
+        return device_rows.sparse_plan(
+            self._launch.plan,
             reason=reason,
             block=layout.SPARSE_ROW_BYTES // self._request.dtype.itemsize,
             break_even=self._share,
@@ -213,17 +206,7 @@ class RowSums:
         plan = device_rows.dense_plan(request)
         launch = self._kernels.prepare(plan, asked, self._comm_args)
         reason = f"dense: {why}; the break-even density is {share:.1%}"
-        said = SparseDevicePlan(
-            algo=plan.algo,
-            proto=plan.proto,
-            blocks=plan.blocks,
-            threads=plan.threads,
-            unroll=plan.unroll,
-            min_blocks=plan.min_blocks,
-            reason=reason,
-            break_even=share,
-        )
-        return DenseSum(launch, said)
+        return DenseSum(launch, device_rows.sparse_plan(plan, reason=reason, break_even=share))
 
     def _find_workspace(self, request: Request, limit: int, stream: int) -> CountedWorkspace:
         """Return a workspace for the request; all ranks make or find the same one."""
