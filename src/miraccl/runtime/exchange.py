@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from miraccl.errors import InvalidUsage
+from miraccl.executor.cpu import sizes
 from miraccl.executor.cpu.context import PeerConnections
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.lower import Words, signature
@@ -40,15 +41,10 @@ class TransferEntry:
 
 
 def count_segments(wire: PeerConnections, nbytes: int) -> int:
-    """Return the number of segments of a message; as ``kernels.p2p.count_segments``."""
-    segment = lead = wire.slot_bytes
-    if wire.capabilities & layout.CAP_IN_PLACE:
-        segment = layout.NET_SEGMENT_BYTES
-        lead = segment
-        if nbytes > layout.NET_LEAD_FROM:
-            share = (nbytes >> layout.NET_LEAD_SHIFT) & -layout.PAGE
-            lead = min(layout.NET_LEAD_FROM, max(layout.NET_LEAD_BYTES, share))
-    return 1 + max(0, -(-(nbytes - lead) // segment))
+    """Return the number of segments of a message, as ``kernels.p2p`` counts them."""
+    in_place = bool(wire.capabilities & layout.CAP_IN_PLACE)
+    segment = sizes.NET_SEGMENT_BYTES if in_place else wire.slot_bytes
+    return sizes.count_segments(nbytes, sizes.lead_bytes(nbytes, segment, in_place), segment)
 
 
 class TransferTable:

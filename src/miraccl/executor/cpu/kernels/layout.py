@@ -138,11 +138,6 @@ CONN_SIZE = 256
 CAP_ORDERED, CAP_IN_PLACE, CAP_NEEDS_PROGRESS, CAP_ONE_SIDED = 1, 2, 4, 8
 PRIVATE_IN, PRIVATE_OUT = 1, 2
 MIN_DIRECT_BYTES = 4096  # a smaller slice is cheaper to copy than to be read by the peer
-NET_SEGMENT_BYTES = 8 << 20  # largest message of send/recv between hosts; longer ones are split
-# Between hosts, a send of more than ``NET_LEAD_FROM`` bytes (the largest slot) starts with a part
-# that fits into a slot: it leaves at once, and the CTS of the rest arrives meanwhile.
-NET_LEAD_FROM, NET_LEAD_BYTES = 1 << 20, 1 << 18
-NET_LEAD_SHIFT = 4  # it has this binary fraction of the message, between the two
 
 # ---- entry of the table of plans
 PLAN_COUNT, PLAN_DTYPE, PLAN_ARG, PLAN_INPLACE, PLAN_COLL, PLAN_RUN = 0, 8, 16, 24, 32, 40

@@ -13,6 +13,7 @@ needs its peer, after every operation that could advance has advanced.
 
 from __future__ import annotations
 
+from miraccl.executor.cpu import sizes
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.copies import copy_memory
 from miraccl.executor.cpu.kernels.counts import count_hash
@@ -69,6 +70,9 @@ SEND_RECV = int(Collective.SEND_RECV)
 CTS_AHEAD = 2
 #: 4 bits for each DType: the binary logarithm of its element size
 ITEM_SIZES = sum((dtype.itemsize.bit_length() - 1) << 4 * dtype for dtype in DType)
+
+lead_bytes = inline(sizes.lead_bytes)
+count_segments = inline(sizes.count_segments)
 
 
 @inline
@@ -148,36 +152,24 @@ def segment_bytes(ctx: int, peer: int) -> int:
     """
     conn = connection(ctx, layout.CTX_SEND, peer)
     if load(conn + layout.CONN_CAPS) & layout.CAP_IN_PLACE != 0:
-        return layout.NET_SEGMENT_BYTES
+        return sizes.NET_SEGMENT_BYTES
     return load(conn + layout.CONN_SLOT_BYTES)
 
 
 @inline
-def lead_bytes(ctx: int, peer: int, nbytes: int) -> int:
-    """Return the largest size of the first segment of a message of ``nbytes``."""
-    conn = connection(ctx, layout.CTX_SEND, peer)
-    if nbytes > layout.NET_LEAD_FROM and load(conn + layout.CONN_CAPS) & layout.CAP_IN_PLACE != 0:
-        share = (nbytes >> layout.NET_LEAD_SHIFT) & -layout.PAGE
-        return min(layout.NET_LEAD_FROM, max(layout.NET_LEAD_BYTES, share))
-    return segment_bytes(ctx, peer)
-
-
-@inline
-def count_segments(ctx: int, peer: int, nbytes: int) -> int:
-    """Return the number of segments of a message; as ``runtime.exchange.count_segments``."""
-    lead, segment = lead_bytes(ctx, peer, nbytes), segment_bytes(ctx, peer)
-    if nbytes <= lead:
-        return 1
-    return 1 + (nbytes - lead + segment - 1) // segment
+def segment_sizes(ctx: int, peer: int, nbytes: int) -> tuple[int, int]:
+    """Return the largest size of the first segment of a message of ``nbytes``, and of others."""
+    conn, segment = connection(ctx, layout.CTX_SEND, peer), segment_bytes(ctx, peer)
+    in_place = load(conn + layout.CONN_CAPS) & layout.CAP_IN_PLACE != 0
+    return lead_bytes(nbytes, segment, in_place), segment
 
 
 @inline
 def segment_range(ctx: int, peer: int, nbytes: int, index: int) -> tuple[int, int]:
     """Return (start, size) of a segment of a message of ``nbytes``."""
-    lead = lead_bytes(ctx, peer, nbytes)
+    lead, segment = segment_sizes(ctx, peer, nbytes)
     if index == 0:
         return 0, min(lead, nbytes)
-    segment = segment_bytes(ctx, peer)
     start = lead + (index - 1) * segment
     return start, min(segment, nbytes - start)
 
@@ -211,9 +203,10 @@ def _single_message(
     store(ctx + layout.CTX_STEP, 0)
     nbytes = count * item_size(dtype)
     store(ctx + layout.CTX_STREAM, 1 if nbytes >= load(ctx + layout.CTX_STREAM_FROM) else 0)
-    segments = count_segments(ctx, peer, nbytes)
+    lead, segment = segment_sizes(ctx, peer, nbytes)
+    segments = count_segments(nbytes, lead, segment)
     # A long message flows in one direction for a while; swapping slots does not pay then.
-    may_swap = nbytes <= MAX_SWAP_SLOTS * segment_bytes(ctx, peer)
+    may_swap = nbytes <= MAX_SWAP_SLOTS * segment
     posted = 0
     for done in range(segments):
         start, size = segment_range(ctx, peer, nbytes, done)
@@ -251,13 +244,14 @@ def init_op(
     it.
     """
     nbytes = count * item_size(dtype)
+    lead, segment = segment_sizes(ctx, peer, nbytes)
     store(op + layout.OP_RECEIVES, 1 if receives else 0)
     store(op + layout.OP_PEER, peer)
     store(op + layout.OP_ADDR, address)
     store(op + layout.OP_BYTES, nbytes)
     store(op + layout.OP_SIG, signature(dtype, count))
     store(op + layout.OP_PREDECESSOR, -1)
-    store(op + layout.OP_SEGMENTS, count_segments(ctx, peer, nbytes))
+    store(op + layout.OP_SEGMENTS, count_segments(nbytes, lead, segment))
     store(op + layout.OP_COUNT, count)
     store(op + layout.OP_DONE, 0)
     store(op + layout.OP_MARK, 0)
