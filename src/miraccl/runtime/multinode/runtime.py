@@ -216,9 +216,7 @@ class MultiNodeRuntime:
             lambda: (split_segments(shape, self.slot_bytes), PythonStaging(reduce_rows)),
         )
         job.call_text = self.describe_call("all_reduce_sparse", count, dtype)
-        if job.number not in self._plans:
-            self._record_plan(job, "staged", "rows are summed on the CPU over several hosts")
-        self.last_plan = self._plans[job.number]
+        self._set_plan(job, "staged", lambda: "rows are summed on the CPU over several hosts")
         self.staging.enqueue(job, (source.address, target.address), stream)
 
     def describe_call(self, name: str, count: int, dtype: DType) -> str:
@@ -271,13 +269,11 @@ class MultiNodeRuntime:
             stride=len(communicators),
         )
         job.call_text = call_text if hierarchical or job.nsegments > 1 else ""
-        if job.number not in self._plans:
-            self._record_plan(
-                job,
-                "hierarchical" if hierarchical else "staged",
-                self.explain_algorithm(hierarchical, shape, dtype, op),
-            )
-        self.last_plan = self._plans[job.number]
+        self._set_plan(
+            job,
+            "hierarchical" if hierarchical else "staged",
+            lambda: self.explain_algorithm(hierarchical, shape, dtype, op),
+        )
         self.staging.enqueue(
             job, buffers, stream, participates=participates, before=before, after=after
         )
@@ -331,10 +327,13 @@ class MultiNodeRuntime:
             return "reduced in rank order (deterministic)"
         return "no hierarchical algorithm"
 
-    def _record_plan(self, job: StagedJob, algo: str, reason: str) -> None:
-        self._plans[job.number] = MultiNodePlan(
-            algo=algo, reason=reason, segments=job.nsegments, segment_bytes=job.segment_bytes
-        )
+    def _set_plan(self, job: StagedJob, algo: str, reason: Callable[[], str]) -> None:
+        """Set ``last_plan``, made at the first call of a job."""
+        if job.number not in self._plans:
+            self._plans[job.number] = MultiNodePlan(
+                algo=algo, reason=reason(), segments=job.nsegments, segment_bytes=job.segment_bytes
+            )
+        self.last_plan = self._plans[job.number]
 
     def barrier(self, stream: int, captured: bool) -> None:
         """Enqueue a barrier of all ranks."""
@@ -379,9 +378,7 @@ class MultiNodeRuntime:
 
         job = self._job(key, captured, make, need=need)
         job.concurrent |= concurrent
-        if job.number not in self._plans:
-            self._record_plan(job, "staged", "sends and receives")
-        self.last_plan = self._plans[job.number]
+        self._set_plan(job, "staged", lambda: "sends and receives")
         self.staging.enqueue(job, [t.memory.address for t in transfers], stream)
 
     def message_counters(self) -> bytes:
