@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
+import shutil
 import subprocess
 import sys
 import time
@@ -100,6 +101,19 @@ def test_a_measurement_that_is_too_slow_is_ended_and_not_repeated_at_once(
     monkeypatch.setattr(tuning, "_measure", lambda: wanted)
     monkeypatch.setattr(tuning, "RETRY_AFTER_S", 0.0)
     assert load_constants() == wanted
+
+
+def test_a_measurement_without_output_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Exit status 0 without a line: the next process does not measure again at once."""
+    monkeypatch.setattr(sys, "executable", shutil.which("true"))
+    monkeypatch.setattr(native, "library", lambda _: None)
+    monkeypatch.setattr(tuning, "fold_kernel", lambda *_: None)
+    monkeypatch.setenv("MIRACCL_CACHE_DIR", str(tmp_path))
+    assert tuning._measure() == CpuConstants()
+    assert "cannot measure this machine: no output; defaults are used," in caplog.text
+    assert tuning._recent_failure() == CpuConstants()
 
 
 def test_an_interrupted_measurement_leaves_no_process(

@@ -70,7 +70,7 @@ def _recent_failure() -> CpuConstants | None:
 
 
 def _measure() -> CpuConstants:
-    found, reason = CpuConstants(), "no output"
+    found = CpuConstants()
     try:
         with _measuring_process() as process:
             # Both need the engine and this reduction. The child starts with the reduction, so that
@@ -82,6 +82,8 @@ def _measure() -> CpuConstants:
                 output, reason = _output_of(process)
         if output:
             found = CpuConstants.from_json(output[-1])
+        else:
+            reason = reason or "no output"
     except (OSError, ValueError) as error:
         reason = str(error)
     if not reason:
