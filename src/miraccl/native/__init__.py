@@ -97,7 +97,11 @@ def _unpack(data: bytes) -> list[bytes] | None:
 
 
 def _key(module: str) -> str:
-    return _key_of_package(module.rpartition(".")[0])
+    return _key_of_package(_package_of(module))
+
+
+def _package_of(module: str) -> str:
+    return module.rpartition(".")[0]
 
 
 def _key_of_package(package: str) -> str:
@@ -111,7 +115,7 @@ def _key_of_package(package: str) -> str:
         _processor(),
     ):
         digest.update(part.encode() + b"\0")
-    for source in sources_of(f"{package}."):
+    for source in _sources_of_package(package):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:20]
 
@@ -161,7 +165,11 @@ def _processor() -> str:
 
 def sources_of(module: str) -> list[Path]:
     """Return the files that compiled code of a kernel source depends on."""
-    names = ["miraccl.native", module.rpartition(".")[0]]
+    return _sources_of_package(_package_of(module))
+
+
+def _sources_of_package(package: str) -> list[Path]:
+    names = ["miraccl.native", package]
     for name in names:  # grows in the loop
         names += [
             more
@@ -176,7 +184,7 @@ _cached_package_key = functools.cache(_key_of_package)
 
 def _cached_key(module: str) -> str:
     # Reading the sources again would take longer than loading a kernel.
-    return _cached_package_key(module.rpartition(".")[0])
+    return _cached_package_key(_package_of(module))
 
 
 def _files_of(name: str) -> list[Path]:
