@@ -426,8 +426,8 @@ def test_nccl_algo_hints(
     text: str, expected: dict[Collective, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="miraccl"):
-        command, wishes = nccl_hints.read_algorithms({"NCCL_ALGO": text})
-    assert (command, wishes) == ("", expected)
+        command, hints = nccl_hints.read_algorithms({"NCCL_ALGO": text})
+    assert (command, hints) == ("", expected)
     assert bool(expected) or "NCCL_ALGO" in caplog.text
     assert nccl_hints.read_algorithms({"MIRACCL_ALGO": "Ring", "NCCL_ALGO": text}) == ("ring", {})
 
@@ -452,8 +452,8 @@ def test_unknown_algorithm_error_names_the_variable() -> None:
     ],
 )
 def test_nccl_proto_hints(text: str, expected: str) -> None:
-    command, wishes = nccl_hints.read_protocols({"NCCL_PROTO": text})
-    assert (command, nccl_hints.cpu_protocol(wishes)) == ("", expected)
+    command, hints = nccl_hints.read_protocols({"NCCL_PROTO": text})
+    assert (command, nccl_hints.cpu_protocol(hints)) == ("", expected)
     assert nccl_hints.read_protocols({"MIRACCL_PROTO": "LL128", "NCCL_PROTO": text}) == (
         "ll128",
         {},
@@ -486,25 +486,25 @@ def test_nccl_proto_hints(text: str, expected: str) -> None:
 def test_gpu_algorithm_hints(
     text: str, expected: dict[Collective, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    wishes = nccl_hints.hinted_algorithms(text)
+    hints = nccl_hints.hinted_algorithms(text)
     with caplog.at_level(logging.INFO, logger="miraccl"):
-        assert nccl_hints.gpu_algorithms(wishes) == expected
-    assert ("ignored on GPU memory" in caplog.text) is (set(wishes) != set(expected))
+        assert nccl_hints.gpu_algorithms(hints) == expected
+    assert ("ignored on GPU memory" in caplog.text) is (set(hints) != set(expected))
 
 
 def test_nccl_proto_hints_on_gpus() -> None:
-    _, wishes = nccl_hints.read_protocols({"NCCL_PROTO": "^LL128;allreduce:LL128;broadcast:simple"})
-    assert wishes == {Collective.ALL_REDUCE: "ll128", Collective.BROADCAST: "simple"}
+    _, hints = nccl_hints.read_protocols({"NCCL_PROTO": "^LL128;allreduce:LL128;broadcast:simple"})
+    assert hints == {Collective.ALL_REDUCE: "ll128", Collective.BROADCAST: "simple"}
 
 
 def test_hints_are_followed_if_possible() -> None:
-    wishes = nccl_hints.hinted_algorithms("ring;broadcast:tree")
-    assert chosen(Collective.ALL_REDUCE, 64, hints=wishes)[0].algo == "ring"
-    assert chosen(Collective.ALL_REDUCE, 64, hints=wishes)[0].reason == "requested"
-    assert chosen(Collective.BROADCAST, 64, hints=wishes)[0].algo == "double_binary_tree"
-    assert chosen(Collective.ALL_TO_ALL, 64, hints=wishes)[0].reason != "requested"
-    assert chosen(Collective.REDUCE, 64, hints=wishes)[0].reason != "requested"  # ring has none
-    ordered = chosen(Collective.ALL_REDUCE, 4 << 20, hints=wishes, deterministic=True)[0]
+    hints = nccl_hints.hinted_algorithms("ring;broadcast:tree")
+    assert chosen(Collective.ALL_REDUCE, 64, hints=hints)[0].algo == "ring"
+    assert chosen(Collective.ALL_REDUCE, 64, hints=hints)[0].reason == "requested"
+    assert chosen(Collective.BROADCAST, 64, hints=hints)[0].algo == "double_binary_tree"
+    assert chosen(Collective.ALL_TO_ALL, 64, hints=hints)[0].reason != "requested"
+    assert chosen(Collective.REDUCE, 64, hints=hints)[0].reason != "requested"  # ring has none
+    ordered = chosen(Collective.ALL_REDUCE, 4 << 20, hints=hints, deterministic=True)[0]
     assert ordered.algo in ("one_shot", "two_shot")
     with pytest.raises(InvalidUsage, match="cannot choose an algorithm"):
         chosen(Collective.ALL_REDUCE, 4 << 20, algo="ring", deterministic=True)

@@ -68,11 +68,11 @@ class SparseCollectives(Dispatcher):
 
         Args:
             x: Input, contiguous, in CPU or GPU memory, the same count and dtype on all ranks. On
-                GPUs, which must be those of one host, it runs in the current stream.
+                GPUs it runs in the current stream; those of several hosts sum rows on the CPU.
             op: Reduction: a ``RedOp`` or a ``PreMulSum``.
             out: Output of the same count and dtype; None reduces in place.
             block: Elements of a block; None chooses among 256 bytes to 16 KiB. The same on all
-                ranks. GPUs always use blocks of 256 bytes.
+                ranks. GPUs of one host always use blocks of 256 bytes.
             density: Expected share of blocks that are not zero, from 0 to 1; None takes a sample,
                 or on GPUs scans. The same on all ranks.
             async_op: Return a ``Work`` at once and run in the background.

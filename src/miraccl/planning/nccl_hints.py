@@ -101,8 +101,8 @@ def collnet_hints(text: str) -> dict[Collective, str]:
     except InvalidUsage:
         return {}  # ``hinted_algorithms`` logs it
     result = {}
-    for collective, wishes in parsed.items():
-        allowed = [algo for algo in NcclAlgorithm if wishes[algo] is not Constraint.EXCLUDED]
+    for collective, constraints in parsed.items():
+        allowed = [algo for algo in NcclAlgorithm if constraints[algo] is not Constraint.EXCLUDED]
         if allowed and all(algo.uses_collnet for algo in allowed):
             result[collective] = allowed[0].label
     return result
@@ -155,11 +155,13 @@ def _translate(
         _log.info("ignored: %s", error)
         return {}
     result: dict[Collective, str] = {}
-    for collective, wishes in parsed.items():
-        left = [name for element, name in ours.items() if wishes[element] is Constraint.ALLOWED]
+    for collective, constraints in parsed.items():
+        left = [
+            name for element, name in ours.items() if constraints[element] is Constraint.ALLOWED
+        ]
         if len(left) == 1:
             result[collective] = left[0]
-        elif Constraint.UNCONSTRAINED not in wishes.values():
+        elif Constraint.UNCONSTRAINED not in constraints.values():
             _log.info(
                 "%s=%s allows %s of the algorithms for %s: the model chooses",
                 variable,

@@ -48,7 +48,7 @@ def run_with_agent(
 
     Args:
         tensor: This rank's part, contiguous.
-        targets: Source rank: descriptors by target rank. ShardTarget rank: None.
+        targets: Source rank: descriptors by target rank. Target rank: None.
         rank: Number in the mesh of the source, or in that of the target.
         version: Number that sources and targets agree on.
         timeout: Seconds, default the agent's.
