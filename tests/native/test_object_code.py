@@ -11,8 +11,10 @@ import sys
 import pytest
 
 from miraccl import native
+from miraccl.executor.cpu import context
 from miraccl.native import cache, loader
 from miraccl.native.object_code import link
+from miraccl.types import DType, RedOp
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="other machines link by LLVM alone"
@@ -73,13 +75,20 @@ def test_other_objects_are_left_to_llvm() -> None:
     assert link([data, data], lambda name: 1) is None  # a symbol that is defined twice
 
 
-def test_the_linker_of_llvm_is_not_started() -> None:
+@pytest.mark.parametrize("module", [WORDS, "a reduction"])
+def test_the_linker_of_llvm_is_not_started(module: str) -> None:
     """No compiled code of a process needs MCJIT, which takes 10 MiB, or LLVM at all."""
+    load = f"library({WORDS!r}).address('miraccl_load_word')"
+    objects_of(WORDS)  # in the cache
+    if module != WORDS:
+        load = "context.fold_kernel(DType.FLOAT32, RedOp.SUM)"
+        context.fold_kernel(DType.FLOAT32, RedOp.SUM)
     code = (
+        "from miraccl.executor.cpu import context\n"
         "from miraccl.native import loader, library\n"
-        f"library({WORDS!r}).address('miraccl_load_word')\n"
+        "from miraccl.types import DType, RedOp\n"
+        f"{load}\n"
         "import sys; print(loader.target_machine.cache_info().currsize, 'llvmlite' in sys.modules)"
     )
-    objects_of(WORDS)  # in the cache
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "0 False"

@@ -3,7 +3,8 @@
 LLVM's own linker (MCJIT) takes 10 MiB of a process, of which compiled kernels need nothing. In the
 code model ``large`` every reference is a 64-bit address (R_X86_64_64), and unwind tables hold
 64-bit distances (R_X86_64_PC64; System V ABI for x86-64, 4.4). The tables are not registered:
-kernels raise nothing. Objects with other relocations are left to LLVM.
+kernels raise nothing. Common symbols (gABI, chapter 4: SHN_COMMON) are zeros: folds have those of
+Numba's environments and do not use them. Objects with other relocations are left to LLVM.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 _EM_X86_64, _ET_REL = 62, 1
 _SHT_SYMTAB, _SHT_RELA, _SHT_NOBITS, _SHT_REL = 2, 4, 8, 9
 _SHF_ALLOC = 2
-_SHN_UNDEF, _SHN_LORESERVE = 0, 0xFF00
+_SHN_UNDEF, _SHN_COMMON = 0, 0xFFF2
 _R_X86_64_64, _R_X86_64_PC64 = 1, 24
 _STB_LOCAL = 0
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
@@ -61,11 +62,14 @@ class _Object:
             raise _NotSupported
         strings = self.sections[tables[0].link].offset
         self.symbols = []
+        self.commons: dict[str, tuple[int, int]] = {}  # name -> alignment and bytes
         for at in range(tables[0].offset, tables[0].offset + tables[0].size, _SYMBOL.size):
-            name, info, _, index, value, _ = _SYMBOL.unpack_from(data, at)
+            name, info, _, index, value, size = _SYMBOL.unpack_from(data, at)
             end = data.index(b"\0", strings + name)
             text = data[strings + name : end].decode()
             self.symbols.append((text, info >> 4, index, value))
+            if index == _SHN_COMMON:
+                self.commons[text] = (value, size)
         self.places: dict[int, int] = {}  # section -> offset in the image
 
     def place(self, at: int) -> int:
@@ -92,12 +96,19 @@ def link(objects: list[bytes], resolve: Callable[[str], int]) -> dict[str, int] 
         size = 0
         for item in parsed:
             size = item.place(-(-size // 64) * 64)
+        commons: dict[str, int] = {}  # offset in the image
+        for item in parsed:
+            for name, (align, nbytes) in item.commons.items():
+                if name in commons:
+                    raise _NotSupported
+                commons[name] = -(-size // align) * align
+                size = commons[name] + nbytes
         image = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         base = ctypes.addressof(ctypes.c_char.from_buffer(image))
-        defined: dict[str, int] = {}
+        defined = {name: base + at for name, at in commons.items()}
         for item in parsed:
             for name, binding, index, value in item.symbols:
-                if binding == _STB_LOCAL or index == _SHN_UNDEF or not name:
+                if binding == _STB_LOCAL or index in (_SHN_UNDEF, _SHN_COMMON) or not name:
                     continue
                 if index not in item.places or name in defined:
                     raise _NotSupported
@@ -140,11 +151,11 @@ def _fill(
             offset, info, addend = _RELOCATION.unpack_from(item.data, at)
             name, _, index, value = item.symbols[info >> 32]
             kind = info & 0xFFFFFFFF
-            if kind not in (_R_X86_64_64, _R_X86_64_PC64) or index >= _SHN_LORESERVE:
+            if kind not in (_R_X86_64_64, _R_X86_64_PC64):
                 raise _NotSupported
             if index in item.places:
                 target = base + item.places[index] + value
-            elif index == _SHN_UNDEF and name:
+            elif index in (_SHN_UNDEF, _SHN_COMMON) and name:
                 target = defined.get(name) or resolve(name)
             else:
                 raise _NotSupported
