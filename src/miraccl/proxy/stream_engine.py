@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from miraccl import native
 from miraccl.proxy.compiled_thread import CompiledThread
 from miraccl.proxy.kernels import link_layout as layout
-from miraccl.proxy.kernels.link_io import LOW_WATER_BYTES, RAIL_LOW_WATER_BYTES
 from miraccl.proxy.link_memory import LinkMemory
 from miraccl.transport.base import NetConnection, OnLost, Wake
 from miraccl.transport.fifo import Atomics, PrivateMemory
@@ -190,7 +189,8 @@ class ProgressEngine(CompiledThread[EngineLink]):
             rails=connection.rails,
         )
         memory = self._link_memory(config, connection)
-        low_water = LOW_WATER_BYTES if connection.rails == 1 else RAIL_LOW_WATER_BYTES
+        rails = connection.rails
+        low_water = layout.LOW_WATER_BYTES if rails == 1 else layout.RAIL_LOW_WATER_BYTES
         memory.store(layout.LINK_LOW_WATER, low_water)
         staging = PrivateMemory(layout.STAGING_BYTES * nstreams)
         index = self._free_entry()

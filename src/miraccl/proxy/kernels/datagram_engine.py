@@ -69,6 +69,7 @@ from miraccl.proxy.kernels.progress_engine import (
     ring,
     wake_executor,
 )
+from miraccl.proxy.kernels.queue_layout import QUEUE_DATA
 from miraccl.wire.datagram.control import CONTROLLERS
 from miraccl.wire.datagram.packets import ABORT_BYTES, HEADER_BYTES, TAG_BYTES
 
@@ -77,8 +78,6 @@ SYS_EPOLL_PWAIT2 = 441
 CLOSE_TIMEOUTS = 3
 #: Copies of the last acknowledgements, which nothing can ask for again.
 LAST_COPIES = 3
-#: epoll data of the completion channel of device 0; sockets have their index.
-QUEUE_DATA = 1 << 16
 
 
 @inline

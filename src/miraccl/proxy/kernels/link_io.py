@@ -56,12 +56,9 @@ MEASURE_NS = 1_000_000
 MSG_DONTWAIT, MSG_NOSIGNAL = 0x40, 0x4000
 SOL_SOCKET, SO_RCVLOWAT = 1, 18
 EINTR, EAGAIN, ENOMEM, ENOBUFS = 4, 11, 12, 105
-#: Bytes per call and low-water marks: measured for ``proxy.stream``.
+#: Bytes per call: measured for ``proxy.stream``.
 RECEIVE_BYTES = 1 << 20
 SEND_BYTES = 1 << 19
-LOW_WATER_BYTES, LOW_WATER_MIN = 1 << 19, 1 << 16
-#: The same where streams use several networks.
-RAIL_LOW_WATER_BYTES = 1 << 16
 #: Pause after ENOBUFS or ENOMEM: epoll keeps reporting such a socket as ready.
 NO_MEMORY_PAUSE_NS = 10_000_000
 #: System calls per stream, direction and round, so that other directions and peers are served.
@@ -362,7 +359,7 @@ def read_stream(engine: int, link: int, index: int) -> None:
         store(stream + layout.STREAM_REMAINING, remaining)
         store(stream + layout.STREAM_TARGET, load(stream + layout.STREAM_TARGET) + placed)
         least = min(remaining, load(link + layout.LINK_LOW_WATER))
-        set_low_water(engine, stream, least if remaining >= LOW_WATER_MIN else 1)
+        set_low_water(engine, stream, least if remaining >= layout.LOW_WATER_MIN else 1)
     store(stream + layout.STREAM_END, load(stream + layout.STREAM_END) + got - placed)
     parse_frames(link, index)
 

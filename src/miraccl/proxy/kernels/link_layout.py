@@ -13,6 +13,10 @@ MAX_STREAMS = 64
 #: Disjoint byte ranges of one incoming message: one per stream, and the one they grow into.
 MAX_RANGES = 128
 MAX_TEXT_BYTES = 240
+#: Low-water marks of a stream's socket: the largest, and the least payload that sets one.
+LOW_WATER_BYTES, LOW_WATER_MIN = 1 << 19, 1 << 16
+#: The largest where streams use several networks.
+RAIL_LOW_WATER_BYTES = 1 << 16
 
 # ---- engine
 

@@ -42,7 +42,7 @@ from miraccl.proxy.kernels.link import (
     on_receive_posted,
     on_stream_ended,
 )
-from miraccl.proxy.kernels.link_io import LOW_WATER_MIN, advance_streams, scan
+from miraccl.proxy.kernels.link_io import advance_streams, scan
 from miraccl.proxy.kernels.link_receive import on_placed
 from miraccl.proxy.kernels.link_send import (
     alive,
@@ -154,7 +154,7 @@ def poll_directly(engine: int) -> None:
             # of a large payload, the kernel reports much at a time (``set_low_water``); over
             # several networks, small messages use any stream
             if (
-                load(stream + layout.STREAM_REMAINING) >= LOW_WATER_MIN
+                load(stream + layout.STREAM_REMAINING) >= layout.LOW_WATER_MIN
                 or load(link + layout.LINK_RAILS) > 1
             ):
                 asks = True

@@ -18,7 +18,6 @@ from miraccl.native.verbs_abi import VerbsLibrary
 from miraccl.proxy.datagram_engine import DatagramEngine
 from miraccl.proxy.flow_memory import FlowMemory
 from miraccl.proxy.kernels import flow_layout, link_layout, queue_layout
-from miraccl.proxy.kernels.datagram_engine import QUEUE_DATA
 from miraccl.transport.base import DatagramConnection, OnLost, Wake
 from miraccl.transport.fifo import PrivateMemory, memory_at
 from miraccl.transport.verbs_datagram import VerbsDatagramConnection
@@ -114,7 +113,7 @@ class VerbsDatagramEngine(DatagramEngine):
             (queue_layout.DEVICE_ACK_EVENTS, self._verbs.address("ibv_ack_cq_events")),
         ):
             _store(record + offset, value)
-        self._watch(device.channel_fd, select.EPOLLIN, QUEUE_DATA + index)
+        self._watch(device.channel_fd, select.EPOLLIN, queue_layout.QUEUE_DATA + index)
 
     def _write_pair(self, pair: PacketPair, record: int) -> None:
         operations = pair.on.device.operations
