@@ -58,9 +58,9 @@ SYS_READ, SYS_WRITE, SYS_EPOLL_PWAIT, SYS_PPOLL = (
     (63, 64, 22, 73) if platform.machine() == "aarch64" else (0, 1, 281, 271)
 )
 POLLIN = 1
-#: Longest time for which the thread leaves the links to an executor that has stopped driving
-#: without saying so.
-DOZE_NS = 200_000
+#: Time for which the thread leaves the links to an executor that may stop driving without saying
+#: so; doubled, up to the longest, while it goes on: a timer costs a virtual machine some 20 us.
+DOZE_NS, LONGEST_DOZE_NS = 200_000, 1_600_000
 #: Bytes of a stream that the thread moves beside an executor, where it has a core of its own.
 OVERLAP_BYTES = 1 << 17
 #: An executor of at most so many links reads their first streams without a question to epoll, and
@@ -246,7 +246,7 @@ def run(engine: int, unused: int) -> int:
             busy = True
             drain_doorbell(engine)
         release(engine)
-        rounds = doze_if_driven(engine, driven)
+        rounds = doze_while_driven(engine, driven)
         if busy or rounds != driven:
             driven = rounds
             acquire(engine)
@@ -290,8 +290,10 @@ def sleep(engine: int) -> None:
 
 
 @inline
-def doze(engine: int) -> None:
-    """Leave the links to the executor that drives them, for at most ``DOZE_NS``."""
+def doze(engine: int, nanoseconds: int) -> bool:
+    """Leave the links to the executor that drives them for that time; return True if it has handed
+    them over or a command waits.
+    """
     asleep = load(engine + layout.ENGINE_ASLEEP)
     exchange(engine + layout.ENGINE_DOZING, 1)
     exchange(asleep, 1)
@@ -302,12 +304,14 @@ def doze(engine: int) -> None:
         polled, limit = engine + layout.ENGINE_POLLED, engine + layout.ENGINE_DOZE
         store(polled, load(engine + layout.ENGINE_DOORBELL) | (POLLIN << 32))
         store(limit, 0)
-        store(limit + 8, DOZE_NS)
+        store(limit + 8, nanoseconds)
         if syscall(SYS_PPOLL, polled, 1, limit, 0, 8, 0) > 0:
             drain_doorbell(engine)
     exchange(asleep, 0)
     exchange(engine + layout.ENGINE_DOZING, 0)
-    store(engine + layout.ENGINE_HANDOVER, 0)
+    return exchange(engine + layout.ENGINE_HANDOVER, 0) != 0 or (
+        load_acquire(engine + layout.ENGINE_ATTENTION) != 0
+    )
 
 
 @inline
@@ -317,7 +321,22 @@ def doze_if_driven(engine: int, driven: int) -> int:
     """
     rounds = load_acquire(engine + layout.ENGINE_DRIVEN)
     if rounds != driven:
-        doze(engine)
+        doze(engine, DOZE_NS)
+    return rounds
+
+
+@inline
+def doze_while_driven(engine: int, driven: int) -> int:
+    """Doze until the executor hands the links over, a command waits, or no round was begun in the
+    last doze; as ``doze_if_driven``.
+    """
+    rounds, nanoseconds = load_acquire(engine + layout.ENGINE_DRIVEN), DOZE_NS
+    while rounds != driven:
+        driven = rounds
+        if doze(engine, nanoseconds):
+            break
+        rounds = load_acquire(engine + layout.ENGINE_DRIVEN)
+        nanoseconds = min(2 * nanoseconds, LONGEST_DOZE_NS)
     return rounds
 
 
@@ -363,7 +382,7 @@ def drive(engine: int, mode: int, unused: int, unused2: int) -> int:
     if mode == DRIVE_HAND_OVER:
         hand_over(engine)
         return 1
-    # A thread that dozes moves nothing for up to ``DOZE_NS``: longer than a message of 1 MiB takes.
+    # A thread that dozes moves nothing for ``DOZE_NS`` or more: longer than a message of 1 MiB takes.
     dozes = load_acquire(engine + layout.ENGINE_DOZING) != 0
     if load(engine + layout.ENGINE_OVERLAP) != 0 and not dozes and moves_much(engine):
         return 0
