@@ -382,7 +382,7 @@ def drive(engine: int, mode: int, unused: int, unused2: int) -> int:
     if mode == DRIVE_HAND_OVER:
         hand_over(engine)
         return 1
-    # A thread that dozes moves nothing for ``DOZE_NS`` or more: longer than a message of 1 MiB takes.
+    # A thread that dozes moves nothing for ``DOZE_NS`` or more: longer than 1 MiB takes.
     dozes = load_acquire(engine + layout.ENGINE_DOZING) != 0
     if load(engine + layout.ENGINE_OVERLAP) != 0 and not dozes and moves_much(engine):
         return 0
