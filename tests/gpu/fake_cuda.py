@@ -220,7 +220,10 @@ class FakeCuda:
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=76,
         CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT=16,
         CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED=103,
+        CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING=118,
+        CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED=124,
     )
+    CUmemRangeHandleType = types.SimpleNamespace(CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD=1)
     CUdevice_P2PAttribute = types.SimpleNamespace(CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED=3)
     CUmemAllocationHandleType = types.SimpleNamespace(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR=1)
     CUmemAllocationType = types.SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
@@ -330,7 +333,7 @@ class FakeCuda:
         return Result.CUDA_SUCCESS, self._ordinal
 
     def cuDeviceGetAttribute(self, kind: int, device: int) -> tuple[Any, ...]:
-        return Result.CUDA_SUCCESS, {75: 9, 76: 0, 16: 132, 103: 1}[kind]
+        return Result.CUDA_SUCCESS, {75: 9, 76: 0, 16: 132, 103: 1, 118: 0, 124: 1}[kind]
 
     def cuDeviceGetPCIBusId(self, length: int, device: int) -> tuple[Any, ...]:
         return Result.CUDA_SUCCESS, f"0000:{device + 16:02X}:00.0".encode().ljust(length, b"\0")
@@ -433,6 +436,15 @@ class FakeCuda:
         _libc.munmap(address, nbytes)
         os.close(fd)
         return (Result.CUDA_SUCCESS,)
+
+    @_needs_context
+    def cuMemGetHandleForAddressRange(
+        self, address: int, nbytes: int, kind: int, flags: int
+    ) -> tuple[Any, ...]:
+        """Return the anonymous file of an allocation, which a simulated adapter maps."""
+        fd, size = self.live[address]
+        assert nbytes <= size, "a range beyond the allocation"
+        return Result.CUDA_SUCCESS, os.dup(fd)
 
     def pointer_attribute(self, kind: int, address: int) -> int | None:
         area = self._area(address)

@@ -18,8 +18,10 @@ from miraccl.transport.registry import VERBS
 from miraccl.transport.verbs import VerbsOptions
 from miraccl.transport.verbs_device import VerbsDevice
 from miraccl.transport.verbs_flush import FLUSHABLE, FlushQueue
+from miraccl.transport.verbs_gpu_memory import GpuRegistration
 from miraccl.transport.verbs_packets import PairKind
 from miraccl.wire.verbs.flush import FlushMethod
+from tests.runtime.test_gpu_direct import Ranks, exchange
 from tests.transport.conformance import TransportConformance
 from tests.transport.test_verbs import transfer
 from tests.transport.verbs_world import VerbsWorld, build_ranks
@@ -50,6 +52,20 @@ class TestSoftRoce(TransportConformance):
 
     def build(self, nranks: int) -> VerbsWorld:
         return build(nranks)
+
+
+def test_messages_in_place_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of GPU memory, on host memory: messages wait for their CTS, a read flushes."""
+    monkeypatch.setenv("MIRACCL_NET_FORCE_FLUSH", "1")
+    ranks = Ranks(
+        world=build(2, 2, options=VerbsOptions(in_place_only=True)),
+        way=GpuRegistration.PEER_MEMORY,
+    )
+    try:
+        exchange(ranks, [1, 32, 33, 64, 100_001, 400_000], rounds=3)
+        exchange(ranks, [100] * 50)
+    finally:
+        ranks.close()
 
 
 class TestSoftRoceTwoRails(TransportConformance):

@@ -7,11 +7,11 @@ import pytest
 from miraccl.errors import SystemFailure
 from miraccl.native import verbs_abi as abi
 from miraccl.sim.verbs import SimulatedVerbs
-from miraccl.tools.doctor_verbs import flush_facts
+from miraccl.tools.doctor_verbs import common_abilities
 from miraccl.transport.fifo import PrivateMemory, memory_at
 from miraccl.transport.hca_devices import HcaCapabilities
 from miraccl.transport.verbs_device import VerbsDevice
-from miraccl.transport.verbs_flush import FLUSHABLE, FlushQueue
+from miraccl.transport.verbs_flush import FLUSHABLE, FlushQueue, flush_facts
 from miraccl.wire.verbs.flush import FlushMethod, decide_flush
 
 
@@ -97,7 +97,7 @@ def test_doctor_decides_by_what_all_devices_can(abilities, method, tmp_path):
         False,
     ) | dict.fromkeys(("inline_bytes", "max_qps", "max_cqe", "max_mrs"), 1)
     devices = [HcaCapabilities(**(probed | each)) for each in abilities]
-    decision = decide_flush(flush_facts(80, tmp_path, devices))
+    decision = decide_flush(flush_facts(80, tmp_path, **common_abilities(devices)))
     assert decision.method.value == method
     assert decision.reason
 

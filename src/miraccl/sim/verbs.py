@@ -13,8 +13,10 @@ import ctypes
 import errno
 import ipaddress
 import itertools
+import mmap
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from miraccl.native import verbs_abi as abi
@@ -34,6 +36,7 @@ class SimulatedVerbs:
         inline: True if work requests can carry their data.
         register_limit: Bytes that may be registered, -1 for any number.
         null_mr: True if the devices have memory regions that drop what is written to them.
+        flush: True if writes to a dma-buf become visible with the device's next read only.
         wire: Faults and orders; the default has none.
     """
 
@@ -45,10 +48,12 @@ class SimulatedVerbs:
         inline: bool = True,
         register_limit: int = -1,
         null_mr: bool = False,
+        flush: bool = False,
     ) -> None:
         self.wire = wire or Wire()
         self.names = list(names)
         self.inline, self.register_limit, self.null_mr = inline, register_limit, null_mr
+        self.flush = flush
         self.registered = self.registrations = 0
         self._numbers = itertools.count(0x100)
         self._keys = itertools.count(0x1000, 0x11)
@@ -229,15 +234,27 @@ class SimulatedVerbs:
     def _reg_dmabuf_mr(
         self, pd: int, offset: int, nbytes: int, iova: int, descriptor: int, access: int
     ) -> int:
-        """Register memory of this process as if it were that of a dma-buf, if it is so large."""
+        """Register part of an anonymous file as if it were a dma-buf; work requests name it by
+        ``iova``, which this process need not be able to access.
+        """
         try:
-            large = offset + nbytes <= os.fstat(descriptor).st_size
+            if offset + nbytes > os.fstat(descriptor).st_size:
+                raise OSError(errno.EINVAL, "the file is shorter")
+            first = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            mapped = mmap.mmap(descriptor, offset + nbytes - first, offset=first)
         except OSError:
-            large = False
-        if not large:
             ctypes.set_errno(errno.EINVAL)
             return 0
-        return self._reg_mr(pd, iova, nbytes, access)
+        mr = self._reg_mr(pd, iova, nbytes, access)
+        if mr:
+            start = ctypes.addressof(ctypes.c_char.from_buffer(mapped)) + offset - first
+            with self.wire.lock:
+                key = self._object(mr)
+                self.wire.regions[key] = replace(
+                    self.wire.regions[key], mapping=start, posted=self.flush
+                )
+                self._buffers[mr] = self._buffers[mr], mapped
+        return mr
 
     def _alloc_null_mr(self, pd: int) -> int:
         with self.wire.lock:

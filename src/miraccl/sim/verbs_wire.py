@@ -92,13 +92,32 @@ class Queue:
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """Registered memory; ``null``: what is written to it is dropped."""
+    """Registered memory.
+
+    Attributes:
+        null: What is written to it is dropped.
+        mapping: Address at which the device accesses it; ``address`` need not be accessible.
+        posted: Writes become visible when the device reads the memory next, as those to GPU memory
+            may without a flush.
+    """
 
     device: str
     address: int
     nbytes: int
     access: int
     null: bool = False
+    mapping: int = 0
+    posted: bool = False
+
+    def load(self, address: int, nbytes: int) -> bytes:
+        """Return what the device reads where work requests say ``address``."""
+        return ctypes.string_at(self._place(address), nbytes)
+
+    def store(self, address: int, data: bytes) -> None:
+        ctypes.memmove(self._place(address), data, len(data))
+
+    def _place(self, address: int) -> int:
+        return address - self.address + self.mapping if self.mapping else address
 
     def allows(self, device: str, address: int, nbytes: int, access: int) -> bool:
         inside = self.address <= address and address + nbytes <= self.address + self.nbytes
@@ -204,6 +223,7 @@ class Wire:
         self.not_ready = self.delivered = self.dropped = 0
         self._fate = fate
         self._late: list[Datagram] = []
+        self._posted: dict[str, list[tuple[Region, int, bytes]]] = {}  # writes by device
         self.on_deliver: Callable[[Pair, Request], None] = lambda pair, request: None
         self._order, self._timeout_s = order, timeout_s
         self._down: set[str] = set()
@@ -402,7 +422,7 @@ class Wire:
             source = self.regions.get(lkey)
             if source is None or not source.allows(pair.device, address, length, 0):
                 return None
-            parts.append(ctypes.string_at(address, length))
+            parts.append(source.load(address, length))
         return b"".join(parts)
 
     def _arrive(self, packet: Datagram) -> None:
@@ -509,23 +529,20 @@ class Wire:
         """Write the payload and consume a receive, or read; return a status."""
         if request.opcode in (abi.WR_RDMA_READ, abi.WR_ATOMIC_FETCH_AND_ADD):
             return self._fetch(pair, peer, request)
-        target = request.remote
-        nbytes = request.nbytes
+        target, nbytes = request.remote, request.nbytes
         region = self.regions.get(request.rkey)
         if nbytes and (
             region is None
             or not region.allows(peer.device, target, nbytes, abi.ACCESS_REMOTE_WRITE)
         ):
             return STATUS_REMOTE_ACCESS
-        if request.data is not None:
-            ctypes.memmove(target, request.data, nbytes)
-        else:
-            for address, length, lkey in request.segments:
-                source = self.regions.get(lkey)
-                if source is None or not source.allows(pair.device, address, length, 0):
-                    return STATUS_LOCAL_PROTECTION
-                ctypes.memmove(target, address, length)
-                target += length
+        data = self._read(pair, request)
+        if data is None:
+            return STATUS_LOCAL_PROTECTION
+        if region is not None and region.posted:
+            self._posted.setdefault(peer.device, []).append((region, target, data))
+        elif region is not None:
+            region.store(target, data)
         self.delivered += 1
         self.on_deliver(pair, request)
         if request.opcode == abi.WR_RDMA_WRITE_WITH_IMM:
@@ -541,6 +558,11 @@ class Wire:
             )
         return 0
 
+    def _write_posted(self, device: str) -> None:
+        """Make all writes of a device visible, in their order."""
+        for region, address, data in self._posted.pop(device, []):
+            region.store(address, data)
+
     def _fetch(self, pair: Pair, peer: Pair, request: Request) -> int:
         """Read remote memory, or add to 8 bytes of it and return the old ones; return a status."""
         atomic = request.opcode == abi.WR_ATOMIC_FETCH_AND_ADD
@@ -554,11 +576,13 @@ class Wire:
         target = self.regions.get(lkey)
         if target is None or not target.allows(pair.device, local, length, abi.ACCESS_LOCAL_WRITE):
             return STATUS_LOCAL_PROTECTION
+        self._write_posted(peer.device)
+        data = region.load(request.remote, length)
         if not target.null:
-            ctypes.memmove(local, request.remote, length)
+            target.store(local, data)
         if atomic:
-            word = ctypes.c_uint64.from_address(request.remote)
-            word.value = word.value + request.addend & (1 << 64) - 1
+            total = int.from_bytes(data, "little") + request.addend & (1 << 64) - 1
+            region.store(request.remote, total.to_bytes(8, "little"))
         self.delivered += 1
         self.on_deliver(pair, request)
         return 0

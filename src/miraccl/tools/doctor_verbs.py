@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from miraccl import params
 from miraccl.errors import MissingDependency
 from miraccl.native.verbs_abi import load_library
 from miraccl.tools.findings import Check, DoctorFinding
 from miraccl.topo.hca import read_hcas
-from miraccl.transport.hca_devices import HcaCapabilities, hca_devices
-from miraccl.transport.verbs_gpu_memory import GpuRegistration, decide, probe
-from miraccl.wire.verbs.flush import FlushFacts, FlushMethod, decide_flush
+from miraccl.transport.hca_devices import HcaCapabilities, HcaReport, hca_devices
+from miraccl.transport.verbs_flush import flush_facts
+from miraccl.transport.verbs_gpu_access import GpuTraits, decide_registration
+from miraccl.wire.verbs.flush import decide_flush
 
 
 def check_rdma(root: str | Path = "/") -> DoctorFinding | None:
@@ -40,61 +40,60 @@ def check_flush(root: str | Path = "/") -> DoctorFinding | None:
     gpus = facts().gpus
     if not gpus or not read_hcas(root):
         return None
-    abilities = selected_capabilities(root)
-    decisions = {gpu.ordinal: decide_flush(flush_facts(gpu.sm, root, abilities)) for gpu in gpus}
-    first = decisions[gpus[0].ordinal]
-    texts = dict.fromkeys(
-        f"{decision.method.value}: {decision.reason}" for decision in decisions.values()
+    common = common_abilities(
+        [d.capabilities for d in _selected_devices(root) if d.capabilities is not None]
     )
-    advice = ""
-    if first.method is not FlushMethod.NONE and params.NET.read() in ("auto", "verbs"):
-        advice = "payloads of GPUs are staged in host memory, so no flush is needed yet"
-    return DoctorFinding(name="flush", status="ok", found="; ".join(texts), advice=advice)
+    decisions = [
+        decide_flush(flush_facts(gpu.sm, root, writes_ordering=gpu.writes_ordering, **common))
+        for gpu in gpus
+    ]
+    texts = dict.fromkeys(f"{decision.method.value}: {decision.reason}" for decision in decisions)
+    return DoctorFinding(name="flush", status="ok", found="; ".join(texts))
 
 
-def selected_capabilities(root: str | Path = "/") -> list[HcaCapabilities]:
-    """Return the abilities of the devices that verbs would use."""
-    devices = hca_devices(root, load_library).devices
-    return [d.capabilities for d in devices if d.selected and d.capabilities]
+def _selected_devices(root: str | Path) -> list[HcaReport]:
+    return [each for each in hca_devices(root, load_library).devices if each.selected]
 
 
-def flush_facts(
-    sm: int, root: str | Path = "/", abilities: Sequence[HcaCapabilities] = ()
-) -> FlushFacts:
-    """Return what decides the flush for a GPU of compute capability ``sm`` on this host.
-
-    Args:
-        abilities: Those of the devices in use; a method must be possible on all of them.
-    """
-    return FlushFacts(
-        memory="gpu",
-        compute_capability=sm,
-        forced=bool(params.NET_FORCE_FLUSH.read()),
-        disabled=bool(params.GDR_FLUSH_DISABLE.read()),
-        gdrcopy=(Path(root) / "dev/gdrdrv").exists(),
-        null_mr=bool(abilities) and all(each.null_mr for each in abilities),
-        data_direct=bool(abilities) and all(each.data_direct for each in abilities),
-    )
+def common_abilities(devices: Sequence[HcaCapabilities]) -> dict[str, bool]:
+    """Return what all devices in use can do to flush, as arguments of ``flush_facts``."""
+    return {
+        "null_mr": bool(devices) and all(each.null_mr for each in devices),
+        "data_direct": bool(devices) and all(each.data_direct for each in devices),
+    }
 
 
 def check_gpu_registration(root: str | Path = "/") -> DoctorFinding | None:
-    """Report how NICs could reach GPU memory, and what is missing."""
+    """Report how NICs reach GPU memory, and what is missing."""
     from miraccl.tools.doctor_gpu import facts
 
     if not read_hcas(root) or not facts().gpus:
         return None
+    hcas = [each.hca for each in _selected_devices(root)]
     try:
-        found = decide(probe(load_library(), root))
+        decisions = [
+            decide_registration(
+                GpuTraits(bus_id=gpu.bus_id, sm=gpu.sm, dma_buf=gpu.dma_buf),
+                load_library(),
+                hcas,
+                root,
+            )
+            for gpu in facts().gpus
+        ]
     except MissingDependency as error:
         return DoctorFinding(
             name="gpudirect", status="note", found=error.message, advice=error.hint or ""
         )
+    texts = dict.fromkeys(f"{decision.way.value}: {decision.reason}" for decision in decisions)
+    missing = any(not decision.possible for decision in decisions)
     return DoctorFinding(
         name="gpudirect",
-        status="note" if found.way is GpuRegistration.NONE else "ok",
-        found=f"{found.way.value}: {found.reason}",
-        advice="load nvidia_peermem, or install NVIDIA's open kernel modules"
-        if found.way is GpuRegistration.NONE
+        status="note" if missing else "ok",
+        found="; ".join(texts),
+        advice="load nvidia_peermem, install NVIDIA's open kernel modules, or set "
+        "MIRACCL_NET_GDR_LEVEL for GPUs far from their adapter; payloads of GPUs are staged in "
+        "host memory until then"
+        if missing
         else "",
     )
 

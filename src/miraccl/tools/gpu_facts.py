@@ -54,6 +54,7 @@ class GpuInfo:
     - ``sm``: compute capability, 90 for 9.0.
     - ``posix_handles``: its memory can be shared as file descriptors.
     - ``mode``: CUcomputemode; 3 allows one process, 2 none.
+    - ``dma_buf``, ``writes_ordering``: what network adapters need (``executor.cuda.gpu.Gpu``).
     """
 
     ordinal: int
@@ -64,6 +65,8 @@ class GpuInfo:
     memory_bytes: int
     posix_handles: bool
     mode: int
+    dma_buf: bool = False
+    writes_ordering: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +180,8 @@ def _query_gpu(cuda: Any, ordinal: int, device: Any) -> GpuInfo:
         memory_bytes=int(check(cuda.cuDeviceTotalMem(device), "cuDeviceTotalMem")),
         posix_handles=bool(attribute("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")),
         mode=attribute("COMPUTE_MODE"),
+        dma_buf=bool(attribute("DMA_BUF_SUPPORTED")),
+        writes_ordering=attribute("GPU_DIRECT_RDMA_WRITES_ORDERING"),
     )
 
 

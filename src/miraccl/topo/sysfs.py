@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from miraccl.topo.records import PathType
 from miraccl.topo.xmlfile import MAX_STR
 
 BUS_ID = re.compile(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-9a-fA-F]")
@@ -74,6 +75,20 @@ class Sysfs:
     def pci(self, bus_id: str) -> Path | None:
         """Return the folder of a PCI device at its position in the tree."""
         return self.real("sys", "bus", "pci", "devices", bus_id)
+
+    def pci_distance(self, a: str, b: str) -> PathType | None:
+        """Return the path type of two PCI devices, as NCCL counts it; None if one is unknown."""
+        first, second = (self.pci(each) if each else None for each in (a, b))
+        if first is None or second is None:
+            return None
+        common = Path(os.path.commonpath([first, second]))
+        if not any(BUS_ID.fullmatch(part) for part in common.parts):
+            domains = {self.value(folder, "numa_node") for folder in (first, second)}
+            same = common.name.startswith("pci") or len(domains) == 1
+            return PathType.PHB if same else PathType.SYS
+        # Below a switch's upstream port: its downstream port and the device.
+        steps = max(len(each.relative_to(common).parts) for each in (first, second))
+        return PathType.PIX if steps <= 2 else PathType.PXB
 
     def pci_of(self, *parts: str) -> str:
         """Return the bus id of a class device's PCI parent.

@@ -48,6 +48,7 @@ from miraccl.transport.verbs_device import (
     VerbsDevice,
     device_counts,
 )
+from miraccl.transport.verbs_gpu_memory import GpuRange
 from miraccl.transport.verbs_info import PeerInfo, PortInfo, VerbsInfo
 from miraccl.wire.verbs.gids import GidWish
 from miraccl.wire.verbs.policy import SPLIT
@@ -75,6 +76,9 @@ class VerbsOptions:
         adaptive: The network may reorder the packets of a queue pair: 0 no, 1 yes, -1 if it is
             InfiniBand, as NCCL assumes.
         adaptive_bytes: Payloads of more bytes leave the immediate to a request of its own then.
+        in_place_only: No payload of more than 32 bytes passes a slot: a message waits for its CTS
+            and goes from the sender's memory to the receiver's, which a CPU need not be able to
+            access. The same on both ranks.
     """
 
     qps_per_connection: int = 2
@@ -86,6 +90,7 @@ class VerbsOptions:
     control_class: int = -1
     adaptive: int = -1
     adaptive_bytes: int = 8192
+    in_place_only: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.qps_per_connection <= MAX_STREAMS:
@@ -199,6 +204,9 @@ class VerbsPort(Doorbell, Protocol):
 
     def add_region(self, address: int, nbytes: int) -> None:
         """Keep memory registered on all devices until ``remove_region`` or the end."""
+
+    def add_gpu_region(self, memory: GpuRange) -> list[int]:
+        """Keep GPU memory registered until the end; return its remote key on each device."""
 
     def watch_window(self, window: WindowPort) -> None:
         """Keep payloads in window memory registered, each until its block is freed."""
@@ -383,6 +391,21 @@ class VerbsTransport(Transport):
                 )
             )
             conn.edges.append(f"{qp.device.name} to {port.name} of rank {rank} ({found.reason})")
+
+    @property
+    def devices(self) -> Sequence[VerbsDevice]:
+        """Opened devices, from ``setup`` to the end."""
+        return self._devices
+
+    def register_gpu(self, memory: GpuRange) -> list[int]:
+        """Register GPU memory for payloads until the end; return its remote key on each device.
+
+        Raises:
+            SystemFailure: A device refuses it.
+        """
+        self._check_open()
+        assert self._engine is not None
+        return self._engine.add_gpu_region(memory)
 
     def watch_window(self, window: WindowPort) -> None:
         if self._engine is not None and not self._closed:

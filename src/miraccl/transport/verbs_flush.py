@@ -9,15 +9,17 @@ needed, and which request, ``wire.verbs.flush`` decides.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from miraccl import clock
+from miraccl import clock, params
 from miraccl.errors import SystemFailure
 from miraccl.native import verbs_abi as abi
 from miraccl.native.verbs_abi import word32
-from miraccl.transport.fifo import PAGE_BYTES, PrivateMemory
+from miraccl.transport.fifo import PAGE_BYTES, PrivateMemory, memory_at
 from miraccl.transport.verbs_device import PeerQp, QpSettings, QueuePair, VerbsDevice
-from miraccl.wire.verbs.flush import FlushMethod
+from miraccl.wire.verbs.flush import FlushFacts, FlushMethod
 from miraccl.wire.verbs.gids import GidWish, choose_gids
 
 FLUSHABLE = (
@@ -29,7 +31,34 @@ FLUSHABLE = (
 """Access of memory that is to be flushed by ``FlushQueue``."""
 ATOMIC_BYTES = 8
 DEPTH = 16
+VERIFY_S = 2.0
 _POLL_S = 20e-6
+
+
+def flush_facts(
+    sm: int,
+    root: str | Path = "/",
+    *,
+    writes_ordering: int = -1,
+    null_mr: bool = False,
+    data_direct: bool = False,
+) -> FlushFacts:
+    """Return what decides the flush for a GPU of compute capability ``sm`` on this host.
+
+    Args:
+        writes_ordering: As ``FlushFacts`` has it.
+        null_mr, data_direct: Abilities that all devices in use have.
+    """
+    return FlushFacts(
+        memory="gpu",
+        compute_capability=sm,
+        writes_ordering=writes_ordering,
+        forced=bool(params.NET_FORCE_FLUSH.read()),
+        disabled=bool(params.GDR_FLUSH_DISABLE.read()),
+        gdrcopy=(Path(root) / "dev/gdrdrv").exists(),
+        null_mr=null_mr,
+        data_direct=data_direct,
+    )
 
 
 @dataclass(eq=False)
@@ -102,21 +131,27 @@ class FlushQueue:
         READ reads the last byte. ATOMIC adds 0 to the last aligned 8 bytes of a buffer that has
         them, and reads otherwise.
         """
-        assert self.pair is not None
-        wr = abi.SendWr(wr_id=address, num_sge=1, send_flags=abi.SEND_SIGNALED)
         last = (address + nbytes - ATOMIC_BYTES) & -ATOMIC_BYTES
-        atomic = self.method is FlushMethod.ATOMIC and last >= address
-        local, key = self._local if atomic else (self._words.address, self._key)
-        sge = abi.Sge(addr=local, length=ATOMIC_BYTES if atomic else 1, lkey=key)
-        wr.sg_list = ctypes.addressof(sge)
-        if atomic:
+        if self.method is FlushMethod.ATOMIC and last >= address:
+            opcode = abi.WR_ATOMIC_FETCH_AND_ADD
+            self._post_request(opcode, last, rkey, (*self._local, ATOMIC_BYTES))
+        else:
+            local = self._words.address, self._key, 1
+            self._post_request(abi.WR_RDMA_READ, address + nbytes - 1, rkey, local)
+
+    def _post_request(
+        self, opcode: int, remote: int, rkey: int, local: tuple[int, int, int]
+    ) -> None:
+        """Post a request of (address, key, bytes) of local memory."""
+        assert self.pair is not None
+        wr = abi.SendWr(wr_id=remote, num_sge=1, send_flags=abi.SEND_SIGNALED, opcode=opcode)
+        sge = abi.Sge(addr=local[0], lkey=local[1], length=local[2])
+        wr.sg_list, wr.remote_addr = ctypes.addressof(sge), remote
+        if opcode == abi.WR_ATOMIC_FETCH_AND_ADD:
             # ibv_send_wr.wr.atomic: remote_addr, compare_add, swap, rkey
-            wr.opcode, wr.remote_addr = abi.WR_ATOMIC_FETCH_AND_ADD, last
-            wr.pad1[0], wr.rkey = 0, 0
-            ctypes.c_uint64.from_address(ctypes.addressof(wr) + 48).value = 0
             ctypes.c_uint32.from_address(ctypes.addressof(wr) + 64).value = rkey
         else:
-            wr.opcode, wr.remote_addr, wr.rkey = abi.WR_RDMA_READ, address + nbytes - 1, rkey
+            wr.rkey = rkey
         bad = ctypes.c_uint64()
         code = self._post(self.pair.pointer, ctypes.addressof(wr), ctypes.addressof(bad))
         if code:
@@ -142,6 +177,36 @@ class FlushQueue:
     def flush(self, address: int, nbytes: int, rkey: int, timeout: float = 10.0) -> None:
         """Flush a buffer and wait. Raises ``SystemFailure``, also after ``timeout`` seconds."""
         self.post(address, nbytes, rkey)
+        self.wait(timeout)
+
+    def verify(self, address: int, rkey: int, read: Callable[[int, int], bytes]) -> None:
+        """Check that the device writes and reads registered memory: 8 bytes, which change.
+
+        Args:
+            read: ``read(address, nbytes)`` returns the memory as its owner sees it.
+
+        Raises:
+            SystemFailure: A request fails, or the bytes are other ones.
+        """
+        pattern, here = clock.random_bytes(ATOMIC_BYTES), self._words.address
+        words = memory_at(here, PAGE_BYTES)
+        words[64:72] = pattern
+        self._post_request(abi.WR_RDMA_WRITE, address, rkey, (here + 64, self._key, ATOMIC_BYTES))
+        self.wait(VERIFY_S)
+        self.flush(address, ATOMIC_BYTES, rkey, VERIFY_S)
+        seen = read(address, ATOMIC_BYTES)
+        self._post_request(abi.WR_RDMA_READ, address, rkey, (here + 128, self._key, ATOMIC_BYTES))
+        self.wait(VERIFY_S)
+        fetched = bytes(words[128:136])
+        if (seen, fetched) != (pattern, pattern):
+            raise SystemFailure(
+                f"cannot use GPU memory on {self.device.name}: of {pattern.hex()}, which it wrote, "
+                f"the GPU sees {seen.hex()} and the device reads {fetched.hex()}",
+                hint="set MIRACCL_NET_GDR_LEVEL=LOC",
+            )
+
+    def wait(self, timeout: float = 10.0) -> None:
+        """Wait for the oldest request. Raises ``SystemFailure``, also after ``timeout`` seconds."""
         until = clock.monotonic() + timeout
         while not self.done():
             if clock.monotonic() > until:

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import enum
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from miraccl import params
 from miraccl.errors import SystemFailure
 from miraccl.native import verbs_abi as abi
 from miraccl.native.verbs_abi import VerbsLibrary
+from miraccl.topo.hca import Hca
+from miraccl.topo.records import PathType
+from miraccl.topo.sysfs import Sysfs
 from miraccl.transport.verbs_device import VerbsDevice
 
 DMABUF_KERNEL = (5, 12)
@@ -51,6 +56,10 @@ class RegistrationDecision:
 
     way: GpuRegistration
     reason: str
+
+    @property
+    def possible(self) -> bool:
+        return self.way is not GpuRegistration.NONE
 
 
 def probe(library: VerbsLibrary, root: str | Path = "/") -> RegistrationFacts:
@@ -96,6 +105,25 @@ def decide(facts: RegistrationFacts) -> RegistrationDecision:
     )
 
 
+def distance_problem(bus_id: str, hcas: Sequence[Hca], root: str | Path = "/") -> str:
+    """Return why these devices must not access the memory of a GPU, "" if they may.
+
+    The farthest path type is NCCL's, PXB, unless ``MIRACCL_NET_GDR_LEVEL`` says otherwise.
+    """
+    level = params.NET_GDR_LEVEL.read()
+    farthest = PathType.PXB if level < 0 else PathType(level)
+    for hca in hcas:
+        found = Sysfs(Path(root)).pci_distance(bus_id, hca.pci)
+        if found is None and level <= PathType.LOC:
+            return f"the path between GPU and {hca.name} is unknown (MIRACCL_NET_GDR_LEVEL=SYS)"
+        if found is not None and found > farthest:
+            return (
+                f"the path between GPU and {hca.name} is {found.name}, farther than "
+                f"{farthest.name} (MIRACCL_NET_GDR_LEVEL)"
+            )
+    return ""
+
+
 def register_dmabuf(
     device: VerbsDevice, descriptor: int, offset: int, nbytes: int, address: int, access: int
 ) -> int:
@@ -123,28 +151,37 @@ def register_dmabuf(
         nbytes,
         address,
         descriptor,
-        access,
+        access | device.extra_access,
     )
 
 
-def register_gpu(
-    device: VerbsDevice,
-    way: GpuRegistration,
-    address: int,
-    nbytes: int,
-    access: int,
-    *,
-    descriptor: int = -1,
-    offset: int = 0,
-) -> tuple[int, int, int]:
+@dataclass(frozen=True, kw_only=True)
+class GpuRange:
+    """Range of GPU memory that adapters are to access.
+
+    Attributes:
+        descriptor: For dma-buf: what the GPU driver has exported, open until the range is
+            registered on all devices.
+        offset: Start of the range in the dma-buf, in bytes.
+    """
+
+    way: GpuRegistration
+    address: int
+    nbytes: int
+    descriptor: int = -1
+    offset: int = 0
+
+
+def register_gpu(device: VerbsDevice, memory: GpuRange, access: int) -> tuple[int, int, int]:
     """Register GPU memory; return the ``ibv_mr``, its local and its remote key.
 
     Raises:
         SystemFailure: There is no way, or it fails.
     """
-    if way is GpuRegistration.DMABUF:
-        mr = register_dmabuf(device, descriptor, offset, nbytes, address, access)
-    elif way is GpuRegistration.PEER_MEMORY:
+    address, nbytes = memory.address, memory.nbytes
+    if memory.way is GpuRegistration.DMABUF:
+        mr = register_dmabuf(device, memory.descriptor, memory.offset, nbytes, address, access)
+    elif memory.way is GpuRegistration.PEER_MEMORY:
         mr = device.make_registration(address, nbytes, access)
     else:
         raise SystemFailure(

@@ -333,6 +333,28 @@ class Gpu(PrimaryContext):
     def release_physical(self, handle: int) -> None:
         check(self.cuda.cuMemRelease(handle), "cuMemRelease")
 
+    # ---- memory that network adapters use
+
+    @functools.cached_property
+    def exports_dma_buf(self) -> bool:
+        """True if adapters can access memory of this GPU through a dma-buf."""
+        kinds = self.cuda.CUdevice_attribute
+        return bool(self._attribute(kinds.CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED))
+
+    @functools.cached_property
+    def writes_ordering(self) -> int:
+        """Order in which writes of adapters become visible: 0 none, 100 for this GPU, 200 for
+        all.
+        """
+        kinds = self.cuda.CUdevice_attribute
+        return self._attribute(kinds.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING)
+
+    def export_dma_buf(self, address: int, nbytes: int) -> int:
+        """Return a dma-buf of memory that begins at a page of the host; the caller closes it."""
+        kind = self.cuda.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+        result = self.cuda.cuMemGetHandleForAddressRange(address, nbytes, kind, 0)
+        return int(check(result, f"cuMemGetHandleForAddressRange of {nbytes} bytes"))
+
     # ---- host memory that the GPU uses
 
     def pin(self, address: int, nbytes: int) -> int:

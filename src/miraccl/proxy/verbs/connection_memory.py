@@ -55,10 +55,11 @@ class EngineConnection:
     ) -> EngineConnection:
         """Allocate the state of a connection and write its constants."""
         count = len(conn.qps)
+        slots = not conn.options.in_place_only
         config = LinkConfig(
             nstreams=count,
-            send_slot_bytes=conn.peer_slot_bytes,
-            recv_slot_bytes=conn.pair.recv.slot_bytes,
+            send_slot_bytes=conn.peer_slot_bytes if slots else 0,
+            recv_slot_bytes=conn.pair.recv.slot_bytes if slots else 0,
             segment_bytes=conn.options.piece_bytes,
             queue_bytes=1 << 23,
             spread=True,

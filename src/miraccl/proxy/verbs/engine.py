@@ -22,6 +22,7 @@ from miraccl.proxy.verbs.recovery import Recovery
 from miraccl.transport.base import OnLost, Wake, WindowPort
 from miraccl.transport.verbs import VerbsConnection
 from miraccl.transport.verbs_device import VerbsDevice
+from miraccl.transport.verbs_gpu_memory import GpuRange
 from miraccl.wire.proxy_records import Loss
 from miraccl.wire.verbs.failover import NEVER
 
@@ -101,6 +102,14 @@ class VerbsEngine(CompiledThread[EngineConnection]):
 
     def add_region(self, address: int, nbytes: int) -> None:
         self._call(lambda: self._devices.add_region(address, nbytes))
+
+    def add_gpu_region(self, memory: GpuRange) -> list[int]:
+        """Keep GPU memory registered; return its remote key on each device. Raises
+        ``SystemFailure``.
+        """
+        keys: list[int] = []
+        self._call(lambda: keys.extend(self._devices.add_gpu_region(memory)))
+        return keys
 
     def remove_region(self, address: int) -> None:
         """End the registration of a region; its memory may be unmapped afterwards."""

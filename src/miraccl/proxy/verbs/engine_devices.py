@@ -15,6 +15,8 @@ from miraccl.native.verbs_abi import VerbsLibrary
 from miraccl.proxy.verbs.kernels import verbs_layout as layout
 from miraccl.transport.base import WindowPort
 from miraccl.transport.verbs_device import ACCESS_REMOTE, VerbsDevice
+from miraccl.transport.verbs_flush import FLUSHABLE
+from miraccl.transport.verbs_gpu_memory import GpuRange, register_gpu
 from miraccl.transport.verbs_registrations import Registration, RegistrationCache
 
 
@@ -32,6 +34,7 @@ class EngineDevices:
             self._register, self._deregister, max_entries=layout.MAX_REGIONS
         )
         self._owned: dict[int, list[Registration]] = {}
+        self._gpu_ranges: dict[int, GpuRange] = {}
         self._window: WindowPort | None = None
         self._window_regions: list[Registration] = []
         self._released: deque[tuple[int, int]] = deque()
@@ -78,6 +81,25 @@ class EngineDevices:
         if region is not None:
             self._owned.setdefault(address, []).append(region)
         self._write_regions()
+
+    def add_gpu_region(self, memory: GpuRange) -> list[int]:
+        """Keep a range of GPU memory registered; return its remote key on each device.
+
+        Raises:
+            SystemFailure: A device refuses it, or there is no room for one more region.
+        """
+        self._gpu_ranges[memory.address] = memory
+        try:
+            self.add_region(memory.address, memory.nbytes)
+            region = self._regions.find(memory.address, memory.nbytes)
+        finally:
+            del self._gpu_ranges[memory.address]
+        if region is None:
+            raise SystemFailure(
+                f"cannot register {memory.nbytes} bytes of GPU memory: {layout.MAX_REGIONS} "
+                "ranges are registered"
+            )
+        return [keys >> 32 & 0xFFFFFFFF for _, _, keys in region.handle]
 
     def remove_region(self, address: int) -> None:
         for region in self._owned.pop(address, []):
@@ -135,8 +157,11 @@ class EngineDevices:
         made: list[tuple[VerbsDevice, int, int]] = []
         try:
             for device in self.devices:
-                mr = device.make_registration(address, nbytes, ACCESS_REMOTE)
-                lkey, rkey = abi.word32(mr + abi.MR_LKEY), abi.word32(mr + abi.MR_RKEY)
+                if memory := self._gpu_ranges.get(address):
+                    mr, lkey, rkey = register_gpu(device, memory, FLUSHABLE)
+                else:
+                    mr = device.make_registration(address, nbytes, ACCESS_REMOTE)
+                    lkey, rkey = abi.word32(mr + abi.MR_LKEY), abi.word32(mr + abi.MR_RKEY)
                 keys = (lkey | rkey << 32) - (1 << 64 if rkey >> 31 else 0)
                 made.append((device, mr, keys))
         except BaseException:

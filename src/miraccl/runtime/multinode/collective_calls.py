@@ -41,11 +41,11 @@ class MultiNodeCollectiveCalls(MultiNodeMessageCalls):
         if count == 0:
             self.check(collective.label)
             return
-        run = (
-            self.hierarchical.run
-            if self.hierarchical.supports(collective, source.dtype, op)
-            else self.runtime.enqueue_staged
-        )
+        hierarchical = self.hierarchical.supports(collective, source.dtype, op)
+        if not hierarchical and self._from_gpu_memory(collective):
+            self._run_as_messages(call, stream)
+            return
+        run = self.hierarchical.run if hierarchical else self.runtime.enqueue_staged
         enqueue = functools.partial(run, collective, source, target, count, op, root)
         with self._operation(collective.label, stream, [source, target]) as (handle, captured):
             key = (collective, source.address, target.address, count, source.dtype, op, root)
@@ -61,10 +61,7 @@ class MultiNodeCollectiveCalls(MultiNodeMessageCalls):
             self.check(op.name)
             return
         if self._uses_messages(op.collective):
-            sent, received = sends_and_receives(call, self.rank, self.nranks)
-            both = [DeviceTransfer(False, *part) for part in sent]
-            both += [DeviceTransfer(True, *part) for part in received]
-            self._exchange(both, stream, op.name, call)
+            self._run_as_messages(call, stream)
             return
         shape = StagedShape(
             collective=op.collective,
@@ -87,6 +84,13 @@ class MultiNodeCollectiveCalls(MultiNodeMessageCalls):
                 handle,
                 captured,
             )
+
+    def _run_as_messages(self, call: CheckedDeviceCall, stream: Any) -> None:
+        """Run a collective that only moves data as sends and receives."""
+        sent, received = sends_and_receives(call, self.rank, self.nranks)
+        both = [DeviceTransfer(False, *part) for part in sent]
+        both += [DeviceTransfer(True, *part) for part in received]
+        self._exchange(both, stream, call.spec.name, call)
 
     def _reduce_rows(
         self, call: CheckedDeviceCall, block: int | None, density: float | None, stream: Any
@@ -118,7 +122,11 @@ class MultiNodeCollectiveCalls(MultiNodeMessageCalls):
             and self.layout.local_size == 1
             and self.layout.uniform
         )
-        return self.runtime.messages is not None and (once or alone)
+        return self.runtime.counts_collectives and (once or alone)
+
+    def _from_gpu_memory(self, collective: Collective) -> bool:
+        """Return True if an even collective goes from and to GPU memory by RDMA."""
+        return self.runtime.gpu_direct is not None and self._uses_messages(collective)
 
     def explain(
         self, collective: Collective, block_bytes: int, dtype: DType, op: Any = SUM
@@ -129,11 +137,13 @@ class MultiNodeCollectiveCalls(MultiNodeMessageCalls):
         count = block_bytes // dtype.itemsize
         shape = StagedShape.even(collective, dtype.itemsize, self.rank, self.nranks, 0, count)
         reason = self.runtime.explain_algorithm(hierarchical, shape, dtype, op)
-        algo = "hierarchical" if hierarchical else "staged"
+        algo, proto = "hierarchical" if hierarchical else "staged", "staging"
+        if not hierarchical and self._from_gpu_memory(collective):
+            algo, proto, reason = "direct", "verbs", self.runtime.gpu_direct_reason
         return [
             DeviceCandidate(
                 algo=algo,
-                proto="staging",
+                proto=proto,
                 chosen=True,
                 reason=reason,
                 connections=tuple(self.connections()),

@@ -173,7 +173,7 @@ class MultiNodeCommunicator(MultiNodeCollectiveCalls, Groupable):
                 stages, self.layout, self.gpu, open_cpu, self.faults.fail_staging
             )
             on_failure.callback(self.runtime.finalize)
-            on_failure.callback(self.runtime.staging.close)
+            on_failure.callback(self.runtime.close_staging)
             on_failure.callback(self.runtime.abort, incomplete.message)
             on_failure.push(
                 lambda kind, error, trace: stages.give_up(error)
@@ -266,12 +266,14 @@ class MultiNodeCommunicator(MultiNodeCollectiveCalls, Groupable):
             for (a, b), kind, why in self.local.connections()
         ]
         others = [rank for rank in range(self.nranks) if rank not in local_ranks]
+        direct, reason = self.runtime.gpu_direct, self.runtime.gpu_direct_reason
+        path = "another node: pinned memory and the network"
+        if direct is not None:
+            path = f"another node: {reason}; reductions: pinned memory and the network"
+        elif reason:
+            path = f"{path}; not from GPU memory, as {reason}"
         remote = [
-            (
-                (min(self.rank, p), max(self.rank, p)),
-                "staging",
-                "another node: pinned memory and sockets",
-            )
+            ((min(self.rank, p), max(self.rank, p)), "verbs" if direct else "staging", path)
             for p in others
         ]
         return sorted([*local, *remote])
@@ -279,7 +281,10 @@ class MultiNodeCommunicator(MultiNodeCollectiveCalls, Groupable):
     def memory(self) -> dict[str, int]:
         """Return the bytes that this rank holds: on its GPU, and pinned on the host."""
         local = self.local.memory()
-        return local | {"pinned": local["pinned"] + self.runtime.bytes_pinned()}
+        return local | {
+            "pinned": local["pinned"] + self.runtime.bytes_pinned(),
+            "device": local["device"] + self.runtime.bytes_on_gpu(),
+        }
 
     # ---- failure and end
 
@@ -358,7 +363,7 @@ class MultiNodeCommunicator(MultiNodeCollectiveCalls, Groupable):
         with self._end_lock:
             self.faults.closed = True
         with contextlib.suppress(MiracclError):
-            self.runtime.staging.close()
+            self.runtime.close_staging()
             self.graph_cache.close()
             if self._side_stream is not None:
                 self.gpu.destroy_stream(self._side_stream)

@@ -16,6 +16,7 @@ from miraccl.ops.device_arrays import DeviceMemory
 from miraccl.runtime.control import GPU_SETUP
 from miraccl.runtime.core_access import core_access
 from miraccl.runtime.multinode.direct import DirectStreams
+from miraccl.runtime.multinode.gpu_direct_setup import gpu_direct_possible, open_gpu_direct
 from miraccl.runtime.multinode.message_rounds import (
     EMPTY_ROUND,
     run_on_communicator,
@@ -29,7 +30,13 @@ from miraccl.runtime.multinode.network import (
     with_agreed_count,
 )
 from miraccl.runtime.multinode.segments import StagedSegment, StagedShape, split_segments
-from miraccl.runtime.multinode.staging import STAGING_THREADS, SegmentNetwork, StagedJob, Staging
+from miraccl.runtime.multinode.staging import (
+    STAGING_THREADS,
+    SegmentNetwork,
+    Slots,
+    StagedJob,
+    Staging,
+)
 from miraccl.runtime.multinode.stream_monitor import StreamMonitor
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.types import Collective, DType, RedOp
@@ -38,6 +45,7 @@ if TYPE_CHECKING:
     from miraccl.errors import MiracclError
     from miraccl.executor.cuda.gpu import Gpu
     from miraccl.runtime.gpu.operations import DeviceTransfer
+    from miraccl.runtime.multinode.gpu_direct import GpuDirect
     from miraccl.runtime.multinode.node_layout import NodeLayout
 
 MIN_SLOT_BYTES = 64 << 10
@@ -80,6 +88,9 @@ class MultiNodeRuntime:
         self._communicators: list[CpuCommunicator] = []
         self._streams: list[DirectStreams | MessageStreams] = []
         self._stream_monitor = StreamMonitor(stages)
+        #: connections whose payloads lie in GPU memory, and the reason if there are none
+        self.gpu_direct: GpuDirect | None = None
+        self.gpu_direct_reason = ""
         self._jobs: dict[tuple[Any, ...], StagedJob] = {}
         self._plans: dict[int, MultiNodePlan] = {}
         try:
@@ -93,6 +104,8 @@ class MultiNodeRuntime:
         except BaseException as error:
             stages.give_up(error)  # first: peers learn of the failure before the slow cleanup
             self.abort(str(error))
+            if self.gpu_direct is not None:
+                self.gpu_direct.close()
             self.finalize()
             raise
 
@@ -131,6 +144,10 @@ class MultiNodeRuntime:
         if MessageStreams.applicable(core_access(self.world), layout):
             self.messages = self._register_streams(
                 MessageStreams(stages, core_access(self.world), layout), range(layout.nranks)
+            )
+        if gpu_direct_possible(core_access(self.world)):
+            self.gpu_direct, self.gpu_direct_reason = open_gpu_direct(
+                stages, core_access(self.world), layout, self.gpu, self.slot_bytes
             )
 
     def _open(
@@ -284,20 +301,19 @@ class MultiNodeRuntime:
         captured: bool,
         make: Callable[[], tuple[tuple[StagedSegment, ...], SegmentNetwork]],
         *,
-        need: int = 0,
+        slots: Slots | None = None,
         stride: int = 1,
     ) -> StagedJob:
         """Return the job of a kind of operation, created on first use.
 
         Captured operations have jobs of their own, because a graph may bring them at any time.
+        ``slots``: other ones than the smallest in pinned memory.
         """
         job = self._jobs.pop((key, captured), None)
         if job is None:
             self._evict_jobs()
             segments, network = make()
-            job = self.staging.job(
-                segments, self.staging.slots_for(need), network, captured, stride
-            )
+            job = self.staging.job(segments, slots or self.staging.slots, network, captured, stride)
         self._jobs[key, captured] = job  # least recently used first
         return job
 
@@ -327,11 +343,17 @@ class MultiNodeRuntime:
             return "reduced in rank order (deterministic)"
         return "no hierarchical algorithm"
 
-    def _set_plan(self, job: StagedJob, algo: str, reason: Callable[[], str]) -> None:
+    def _set_plan(
+        self, job: StagedJob, algo: str, reason: Callable[[], str], proto: str = "staging"
+    ) -> None:
         """Set ``last_plan``, made at the first call of a job."""
         if job.number not in self._plans:
             self._plans[job.number] = MultiNodePlan(
-                algo=algo, reason=reason(), segments=job.nsegments, segment_bytes=job.segment_bytes
+                algo=algo,
+                reason=reason(),
+                segments=job.nsegments,
+                segment_bytes=job.segment_bytes,
+                proto=proto,
             )
         self.last_plan = self._plans[job.number]
 
@@ -354,8 +376,8 @@ class MultiNodeRuntime:
     ) -> None:
         """Enqueue sends and receives with ranks of other nodes.
 
-        ``kind``: collective that they form, if any, which is counted even without messages; only
-        message streams support it. ``concurrent``: kernels of the node run at the same time.
+        ``kind``: collective that they form, if any, which is counted even without messages; the CPU
+        communicator does not support it. ``concurrent``: kernels of the node run at the same time.
         """
         rounds, need = (
             split_transfers(transfers, self.slot_bytes, self.layout.max_remote_ranks)
@@ -367,18 +389,26 @@ class MultiNodeRuntime:
             kind,
             tuple((t.receives, t.peer, t.memory.count, t.memory.dtype) for t in transfers),
         )
-        slots = self.staging.slots_for(need)
+        segments = tuple(item.segment for item in rounds)
+        if (direct := self.gpu_direct) is not None:
+            slots = direct.slots_for(need)
+            network = direct.network(rounds, slots, kind)
+            job = self._job(key, captured, lambda: (segments, network), slots=slots)
+        else:
+            pinned = self.staging.slots_for(need)
 
-        def make() -> tuple[tuple[StagedSegment, ...], SegmentNetwork]:
-            segments = tuple(item.segment for item in rounds)
-            if self.messages:
-                return segments, MessageNetwork(self.messages, rounds, slots, kind)
-            assert kind is None
-            return segments, run_on_communicator(self.world, rounds, slots)
+            def make() -> tuple[tuple[StagedSegment, ...], SegmentNetwork]:
+                if self.messages:
+                    return segments, MessageNetwork(self.messages, rounds, pinned, kind)
+                assert kind is None
+                return segments, run_on_communicator(self.world, rounds, pinned)
 
-        job = self._job(key, captured, make, need=need)
+            job = self._job(key, captured, make, slots=pinned)
         job.concurrent |= concurrent
-        self._set_plan(job, "staged", lambda: "sends and receives")
+        if direct is not None:
+            self._set_plan(job, "direct", lambda: direct.description, "verbs")
+        else:
+            self._set_plan(job, "staged", lambda: "sends and receives")
         self.staging.enqueue(job, [t.memory.address for t in transfers], stream)
 
     def message_counters(self) -> bytes:
@@ -401,8 +431,24 @@ class MultiNodeRuntime:
             first, count
         )
 
+    @property
+    def counts_collectives(self) -> bool:
+        """True if messages can carry the number of the collective that they form."""
+        return self.gpu_direct is not None or self.messages is not None
+
     def bytes_pinned(self) -> int:
         return self.staging.bytes_pinned()
+
+    def bytes_on_gpu(self) -> int:
+        return self.gpu_direct.nbytes if self.gpu_direct is not None else 0
+
+    def close_staging(self) -> None:
+        """Stop the staging threads and free their memory, after every stream has passed their work.
+
+        May be called twice.
+        """
+        if self.staging.close() and self.gpu_direct is not None:
+            self.gpu_direct.close()
 
     def abort(self, reason: str) -> None:
         """End the waits of the staging threads."""
@@ -418,11 +464,15 @@ class MultiNodeRuntime:
             communicator.finalize()
         for streams in self._streams:
             streams.shutdown_writes()
+        if self.gpu_direct is not None:
+            self.gpu_direct.leave()
 
     def finalize(self) -> None:
         """Free all resources after ``staging`` was closed, with or without ``leave`` before."""
         self._stream_monitor.close()
         for streams in self._streams:
             streams.close()
+        if self.gpu_direct is not None:
+            self.gpu_direct.leave()
         for communicator in self._communicators:
             communicator.finalize()

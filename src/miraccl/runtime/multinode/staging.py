@@ -30,6 +30,21 @@ PAGE_BYTES = 4096
 FLAG_BYTES = PAGE_BYTES
 
 
+class Slots(Protocol):
+    """Memory for ``NSLOTS`` segments of ``nbytes`` each, at ``address``."""
+
+    nbytes: int
+    address: int
+
+    def copy_down(self, slot: int, device: int, nbytes: int, stream: int) -> None:
+        """Enqueue a copy of GPU memory to an address in a slot."""
+
+    def copy_up(self, device: int, slot: int, nbytes: int, stream: int) -> None:
+        """Enqueue a copy from an address in a slot."""
+
+    def close(self) -> None: ...
+
+
 class PinnedSlots:
     """Pinned memory for ``NSLOTS`` segments of ``nbytes`` each.
 
@@ -49,6 +64,12 @@ class PinnedSlots:
         """Return ``count`` elements at byte ``offset`` of a slot."""
         begin = slot * self.nbytes + offset
         return self.bytes[begin : begin + count * dtype.itemsize].view(NUMPY_DTYPE[dtype])
+
+    def copy_down(self, slot: int, device: int, nbytes: int, stream: int) -> None:
+        self._gpu.copy_to_host(slot, device, nbytes, stream)
+
+    def copy_up(self, device: int, slot: int, nbytes: int, stream: int) -> None:
+        self._gpu.copy_from_host(device, slot, nbytes, stream)
 
     def close(self) -> None:
         """Unregister the memory, which is freed with the last array in it. May be called twice."""
@@ -80,7 +101,7 @@ class StagedJob:
     def __init__(
         self,
         segments: Sequence[StagedSegment],
-        slots: PinnedSlots,
+        slots: Slots,
         network: SegmentNetwork,
         captured: bool,
         stride: int,
@@ -194,7 +215,7 @@ class Staging:
     def job(
         self,
         segments: Sequence[StagedSegment],
-        slots: PinnedSlots,
+        slots: Slots,
         network: SegmentNetwork,
         captured: bool,
         stride: int = 1,
@@ -315,7 +336,7 @@ class Staging:
         gpu, slot = self.gpu, slot_of(number, job.stride)
         base = job.slots.address + slot * job.slots.nbytes
         for copy in job.segments[number].down:
-            gpu.copy_to_host(
+            job.slots.copy_down(
                 base + copy.host, buffers[copy.buffer] + copy.device, copy.nbytes, stream
             )
         gpu.write_word(
@@ -338,23 +359,24 @@ class Staging:
         )
         base = job.slots.address + slot * job.slots.nbytes
         for copy in job.segments[number].up:
-            gpu.copy_from_host(
+            job.slots.copy_up(
                 buffers[copy.buffer] + copy.device, base + copy.host, copy.nbytes, stream
             )
 
     def bytes_pinned(self) -> int:
         return FLAG_BYTES + sum(NSLOTS * slots.nbytes for slots in (self.slots, *self._large_slots))
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Stop the threads and free the memory, after every stream has passed the enqueued work.
 
-        May be called twice. The memory of a thread that does not end stays allocated.
+        May be called twice. Returns False if a thread does not end: its memory stays allocated.
         """
         ended = [proxy.close() for proxy in self.proxies]
         if not all(ended):
-            return
+            return False
         for slots in (self.slots, *self._large_slots):
             slots.close()
         flags, self._flags = self._flags, 0
         if flags:
             self.gpu.free_host(flags)
+        return True

@@ -46,17 +46,24 @@ class _StreamCollector:
         self.streams.clear()
 
 
-def streams_possible(core: CoreAccess) -> bool:
-    """Return True if the registry chooses TCP for all pairs of ranks on different hosts.
+def network_between_hosts(core: CoreAccess) -> str:
+    """Return the transport that connects all pairs of ranks on different hosts, "" if several do.
 
     All ranks agree, because a choice depends on the two endpoints and the common settings.
     """
     specs = registry.allowed(params.NET.read())
-    return all(
-        registry.choose(core.endpoints[a], core.endpoints[b], specs).name == registry.TCP.name
+    names = {
+        registry.choose(core.endpoints[a], core.endpoints[b], specs).name
         for a, b in itertools.combinations(range(core.nranks), 2)
         if core.hosts[a] != core.hosts[b]
-    )
+    }
+    return names.pop() if len(names) == 1 else ""
+
+
+def streams_possible(core: CoreAccess) -> bool:
+    """Return True if the ranks of different hosts have only TCP; all ranks agree."""
+    hosts = len(set(core.hosts))
+    return hosts <= 1 or network_between_hosts(core) == registry.TCP.name
 
 
 def open_streams(
