@@ -10,10 +10,11 @@ Only host memory is used.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from miraccl import trace
 from miraccl.errors import InvalidUsage, SystemFailure, as_system_failure
@@ -27,6 +28,8 @@ _LOGGER = ctypes.CFUNCTYPE(
     None, ctypes.c_int, ctypes.c_ulong, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p
 )
 _UNDEFINED_TRAFFIC_CLASS = -1
+MAX_DEVICES = 256
+"""Largest number of devices of a plugin; NCCL has room for 64 (``NCCL_TOPO_MAX_NODES``)."""
 STATIC_PLUGIN = "STATIC_PLUGIN"
 
 
@@ -105,7 +108,7 @@ class LoadedPlugin:
         entries = type(self).entries(self.version)
         table = ctypes.addressof(ctypes.c_char.in_dll(self._library, symbol(self.version)))
         words = (ctypes.c_uint64 * (1 + len(entries))).from_address(table)
-        self.name = ctypes.string_at(words[0]).decode(errors="replace") if words[0] else ""
+        self.name = ctypes.string_at(words[0]).decode(errors="replace") if words[0] else "unnamed"
         self._functions = {
             entry: ctypes.CFUNCTYPE(ctypes.c_int)(address) if address else None
             for entry, address in zip(entries, words[1:], strict=True)
@@ -138,7 +141,19 @@ class LoadedPlugin:
         """Return the properties of all devices; without one, no other method may be called."""
         count = ctypes.c_int()
         self._call("devices", ctypes.byref(count))
+        if not 0 <= count.value <= MAX_DEVICES:
+            self._reject("devices", f"{count.value} devices; allowed are 0 to {MAX_DEVICES}")
         return [self._device(dev) for dev in range(count.value)]
+
+    def _reject(self, entry: str, what: str) -> NoReturn:
+        """Raise ``SystemFailure`` for a result that cannot be true."""
+        raise SystemFailure(f"{self.kind} plugin {self.name} returned from {entry} {what}")
+
+    def _object(self, entry: str, found: ctypes.c_void_p) -> int:
+        """Return a pointer that a successful call must have set."""
+        if not found.value:
+            self._reject(entry, "success and no object")
+        return found.value
 
     def _device(self, dev: int) -> PluginDevice:
         p: Any = abi.PROPERTIES[self.version]()
@@ -150,7 +165,7 @@ class LoadedPlugin:
             pointer_support=p.ptrSupport,
             speed_mbps=p.speed,
             port=p.port,
-            latency_us=p.latency,
+            latency_us=p.latency if math.isfinite(p.latency) else 0.0,
             max_comms=p.maxComms,
             max_receives=p.maxRecvs,
         )
@@ -160,7 +175,7 @@ class LoadedPlugin:
         handle = ctypes.create_string_buffer(HANDLE_BYTES)
         comm = _P()
         self._call("listen", *self._contextual(), ctypes.c_int(dev), handle, ctypes.byref(comm))
-        return handle.raw, comm.value or 0
+        return handle.raw, self._object("listen", comm)
 
     def register(self, comm: int, address: int, nbytes: int) -> int:
         """Register host memory; return the plugin's handle for it."""
@@ -175,7 +190,9 @@ class LoadedPlugin:
         self._call("deregMr", _P(comm), _P(handle))
 
     def test(self, request: int) -> int | None:
-        """Return the bytes of a finished request, None for one that has not finished."""
+        """Return the bytes of a finished request, None for one that has not finished; -1 if the
+        plugin does not say how many there are, which some do not.
+        """
         done, size = ctypes.c_int(), ctypes.c_int(-1)
         self._call("test", _P(request), ctypes.byref(done), ctypes.byref(size))
         return size.value if done.value else None
@@ -279,15 +296,28 @@ class NetPlugin(LoadedPlugin):
 
 
 def load_first(paths: Sequence[str]) -> NetPlugin:
-    """Return the first plugin of a list that loads, as NCCL reads ``NCCL_NET_PLUGIN``.
+    """Return the first plugin of a list that loads and has a device for host memory, as NCCL reads
+    ``NCCL_NET_PLUGIN``.
 
     Raises:
-        SystemFailure: None loads; the message has every reason.
+        SystemFailure: None does; the message has every reason.
     """
     reasons = []
     for path in paths:
         try:
-            return NetPlugin(path)
+            plugin = NetPlugin(path)
+            if problem := _device_problem(plugin.devices()):
+                raise SystemFailure(f"network plugin {plugin.name} {problem}")
+            return plugin
         except (SystemFailure, InvalidUsage) as error:
             reasons.append(f"{path}: {error}")
     raise SystemFailure(f"cannot load a network plugin: {'; '.join(reasons) or 'none is named'}")
+
+
+def _device_problem(devices: Sequence[PluginDevice]) -> str:
+    """Return why the first device cannot be used, "" if it can."""
+    if not devices:
+        return "has no device"
+    if not devices[0].pointer_support & PTR_HOST:
+        return f"has a first device, {devices[0].name}, that cannot access host memory"
+    return ""

@@ -173,7 +173,7 @@ class PluginDriver(FifoDriver):
     def _receive_frames(self) -> bool:
         progressed = False
         while self._open and (done := self._recvs.finished()):
-            self._process(self._recvs.view(done[0], BUFFER_BYTES))
+            self._process(self._recvs.view(done[0], BUFFER_BYTES), done[1])
             self._recvs.free.append(done[0])
             progressed = True
         while self._open and self._recvs.free:
@@ -181,12 +181,16 @@ class PluginDriver(FifoDriver):
                 break
         return progressed
 
-    def _process(self, data: memoryview) -> None:
-        """Process one received frame. Some plugins report no size, so the header's counts."""
+    def _process(self, data: memoryview, size: int) -> None:
+        """Process one received frame, whose header counts if the plugin reports no size (-1, 0)."""
         try:
+            if size > BUFFER_BYTES or 0 < size < HEADER_BYTES:
+                raise ProtocolError(self._wrong_size(size, f"{HEADER_BYTES} to {BUFFER_BYTES}"))
             frame = decode_frame(data)
             if frame.length > SEGMENT_BYTES:
                 raise ProtocolError(f"frame of {frame.length} bytes in a message of the plugin")
+            if size > 0 and size != HEADER_BYTES + frame.length:
+                raise ProtocolError(self._wrong_size(size, HEADER_BYTES + frame.length))
         except ProtocolError as problem:
             return self.handle(wire.Garbage(0, problem.message))
         payload = data[HEADER_BYTES : HEADER_BYTES + frame.length]
@@ -198,6 +202,9 @@ class PluginDriver(FifoDriver):
             target, self._target = self._target, None
             target[:] = payload
             self.handle(wire.PayloadPlaced(0))
+
+    def _wrong_size(self, size: int, wanted: object) -> str:
+        return f"network plugin {self._plugin.name} reports {size} bytes of a message of {wanted}"
 
     def _place(self, stream: int, target: memoryview) -> None:
         self._target = target

@@ -22,7 +22,6 @@ from miraccl.errors import (
     CommunicatorClosed,
     InvalidUsage,
     ProtocolError,
-    SystemFailure,
 )
 from miraccl.native.nccl_net_abi import HANDLE_BYTES
 from miraccl.native.nccl_net_plugin import NetPlugin, load_first
@@ -58,7 +57,7 @@ class PluginConnection(NetConnection):
 
 @functools.cache
 def load(paths: tuple[str, ...]) -> NetPlugin:
-    """Return the first of these plugins that loads; one per process."""
+    """Return the first of these plugins that can be used; one per process."""
     return load_first(paths)
 
 
@@ -69,7 +68,9 @@ def plugin_paths() -> tuple[str, ...]:
         InvalidUsage: Neither ``MIRACCL_NET`` nor ``NCCL_NET_PLUGIN`` names one.
     """
     _, _, path = params.NET.read().partition(":")
-    paths = tuple(p for p in (path or params.NET_PLUGIN.read()).split(",") if p)
+    named = path or params.NET_PLUGIN.read()
+    # NCCL uses no plugin if "none" is named.
+    paths = tuple(p for p in map(str.strip, named.split(",")) if p and p.lower() != "none")
     if not paths:
         raise InvalidUsage(
             "cannot use MIRACCL_NET=plugin: no plugin is named; write MIRACCL_NET=plugin:PATH, or "
@@ -113,11 +114,6 @@ class PluginTransport(Transport):
     def setup(self) -> bytes:
         self._check_open()
         if self._info is None:
-            if not self._plugin.devices():
-                raise SystemFailure(
-                    f"cannot use network plugin {self._plugin.name}: it has no device",
-                    rank=self.rank,
-                )
             handles = {}
             for peer in self._peers:
                 handle, self._listening[peer] = self._plugin.listen(DEVICE)
