@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import random
+from functools import partial
 
 import pytest
 
 from miraccl import nccl_plugin
 from miraccl.errors import InvalidUsage, SystemFailure
-from miraccl.native import nccl_net_abi
+from miraccl.native import nccl_net_abi, verbs_abi
 from miraccl.native.nccl_net_plugin import NetPlugin, load_first
+from miraccl.nccl_plugin import endpoint
+from miraccl.sim.verbs import SimulatedVerbs
 from miraccl.tools.net.plugins import report
+from miraccl.transport import verbs_ports
 
 from . import peer
 
@@ -46,6 +51,47 @@ def test_messages_over_udp() -> None:
         assert [side.get(peer.TIMEOUT_S) for side in sides] == [sizes, sizes]
 
 
+def run_over_verbs(sizes: list[int]) -> list[int]:
+    """Both ends in one process, over a simulated adapter."""
+    verbs = SimulatedVerbs(["adapter0"])
+    vars(verbs_abi)["load_library"] = lambda: verbs.library
+    vars(verbs_ports).update(
+        load_library=lambda: verbs.library, usable_ports=lambda: verbs.ports("adapter0")
+    )
+    os.environ["MIRACCL_NET"] = "verbs"
+    plugin = NetPlugin(nccl_plugin.export().path)
+    handle, listening = plugin.listen(0)
+    started = plugin.handle_buffer(handle)
+    send = peer.poll(lambda: plugin.connect(0, started))
+    recv = peer.poll(lambda: plugin.accept(listening))
+    done = []
+    for size in sizes:
+        data = peer.pattern(size, size)
+        source, target = (ctypes.create_string_buffer(max(1, size)) for _ in range(2))
+        ctypes.memmove(source, data, size)
+        into = peer.poll(partial(plugin.irecv, recv, ctypes.addressof(target), size, 1, 0))
+        out = peer.poll(partial(plugin.isend, send, ctypes.addressof(source), size, 1, 0))
+        done.append(peer.poll(partial(plugin.test, into)))
+        peer.poll(partial(plugin.test, out))
+        assert target.raw[:size] == data
+    plugin.close_send(send)
+    plugin.close_recv(recv)
+    return done
+
+
+def test_messages_over_verbs() -> None:
+    sizes = [1, 32, 33, 65536, 65537, 1 << 20, 7]
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply_async(run_over_verbs, (sizes,)).get(peer.TIMEOUT_S) == sizes
+
+
+def test_verbs_without_a_port_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIRACCL_NET", "verbs")
+    monkeypatch.setattr(endpoint, "usable_kinds", lambda net: ())
+    with pytest.raises(SystemFailure, match="cannot export MIRACCL_NET=verbs: there is no usable"):
+        endpoint.PluginEndpoint()
+
+
 @pytest.mark.parametrize("version", nccl_plugin.EXPORTED)
 def test_messages_of_all_sizes(version: int) -> None:
     rng = random.Random(version)
@@ -71,6 +117,11 @@ def test_bad_input() -> None:
     with pytest.raises(InvalidUsage, match="allowed are 8, 9, 10, 11, 12"):
         nccl_plugin.export(versions=(7,))
     plugin = NetPlugin(nccl_plugin.export(set_environment=False).path)
+    for dev in (1, -1):
+        with pytest.raises(SystemFailure, match="failed in getProperties: INVALID_ARGUMENT"):
+            plugin._device(dev)
+        with pytest.raises(SystemFailure, match="failed in listen: INVALID_ARGUMENT"):
+            plugin.listen(dev)
     with pytest.raises(SystemFailure, match="failed in connect"):
         plugin.connect(0, plugin.handle_buffer(bytes(128)))
     with pytest.raises(SystemFailure, match=r"/nowhere\.so"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from miraccl import trace
-from miraccl.errors import MiracclError
+from miraccl.errors import InvalidUsage, MiracclError
 from miraccl.native.nccl_net_abi import Result
 from miraccl.transport.fifo import memory_at
 
@@ -25,7 +25,8 @@ def guarded(entry: str, function: Callable[..., None]) -> Callable[..., int]:
             function(*args)
         except MiracclError as error:
             log.warning("%s failed: %s", entry, error)
-            return Result.SYSTEM_ERROR
+            wrong = isinstance(error, InvalidUsage)
+            return Result.INVALID_ARGUMENT if wrong else Result.SYSTEM_ERROR
         except Exception:
             log.exception("%s failed", entry)
             return Result.INTERNAL_ERROR

@@ -5,8 +5,8 @@ sender connects to it. The two processes then are ranks of one transport from th
 whatever ``MIRACCL_NET`` chooses carries the data. Before that, they exchange what the transport's
 ``setup`` returned over a control connection to the listener:
 
-    sender    ->  key id 16, HMAC 32, length, JSON {"rank"}
-    receiver  ->  HMAC 32, length, JSON {"rank"}
+    sender    ->  key id 16, HMAC 32, length, JSON {"rank", "hcas"}
+    receiver  ->  HMAC 32, length, JSON {"rank", "hcas"}
     both then     HMAC 32, length, JSON {"info"}
 
 Each message carries an HMAC-SHA-256 over its number, its side and its content. The key comes from
@@ -30,7 +30,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ from miraccl.transport.base import (
 )
 from miraccl.transport.connect_round import family_of
 from miraccl.transport.fifo import PAGE_BYTES, PrivateMemory, memory_at, native_atomics
+from miraccl.transport.verbs_ports import usable_kinds
 from miraccl.wire.proxy_records import Loss
 
 log = trace.logger("nccl_plugin")
@@ -229,6 +230,13 @@ class PluginEndpoint:
         self.spec = registry.TCP if name == registry.AUTO else registry.spec_of(name)
         if self.spec not in registry.allowed(name) or not self.spec.network:
             raise InvalidUsage(f"cannot export MIRACCL_NET={name}: it is not a network transport")
+        #: Kinds of the ports that verbs uses here; the peers of a connection exchange theirs.
+        self.hcas = usable_kinds(name) if self.spec is registry.VERBS else ()
+        if self.spec is registry.VERBS and not self.hcas:
+            raise SystemFailure(
+                "cannot export MIRACCL_NET=verbs: there is no usable InfiniBand or RoCE port",
+                hint="miraccl net devices says why",
+            )
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._control_page = PrivateMemory(PAGE_BYTES)
@@ -383,15 +391,20 @@ class PluginEndpoint:
         Each process numbers its peers itself, because one proxy serves all of them: the sender's
         rank is chosen by the receiver and vice versa.
         """
+        peer = RECEIVER_RANKS + number if sends else number
+        hello = {"rank": peer, "hcas": self.hcas}
         if sends:
-            channel.send({"rank": RECEIVER_RANKS + number})
-            mine = int(channel.receive()["rank"])
-            peer = RECEIVER_RANKS + number
-        else:
-            mine = int(channel.receive()["rank"])
-            channel.send({"rank": number})
-            peer = number
-        transport = self._open_transport(mine, peer, job, connection_key(token))
+            channel.send(hello)
+        answer = channel.receive()
+        if not sends:
+            channel.send(hello)
+        secret = connection_key(token)
+        transport = self._open_transport(
+            replace(self._endpoint(int(answer["rank"])), hcas=self.hcas),
+            replace(self._endpoint(peer), hcas=tuple(map(str, answer["hcas"]))),
+            job,
+            secret,
+        )
         try:
             info = transport.setup()
             channel.send({"info": info.hex()})
@@ -408,15 +421,16 @@ class PluginEndpoint:
                 self._fail(connection)
         return connection
 
-    def _open_transport(self, mine: int, peer: int, job: bytes, secret: bytes) -> Transport:
-        me, other = (
-            Endpoint(rank=rank, hostid=str(rank), pid=0, addresses=self.addresses)
-            for rank in (mine, peer)
-        )
+    def _endpoint(self, rank: int) -> Endpoint:
+        return Endpoint(rank=rank, hostid=str(rank), pid=0, addresses=self.addresses)
+
+    def _open_transport(
+        self, me: Endpoint, other: Endpoint, job: bytes, secret: bytes
+    ) -> Transport:
         return self.spec.open_for(
             TransportContext(
                 endpoint=me,
-                peers={peer: other},
+                peers={other.rank: other},
                 control=self._control_page.address,
                 max_slot_bytes=SLOT_BYTES,
                 secret=secret,

@@ -209,7 +209,13 @@ class _Callbacks:
     def _devices(self, count: int) -> None:
         memory_at(count, 4)[:] = (1).to_bytes(4, "little")
 
+    @staticmethod
+    def _check_device(dev: int) -> None:
+        if dev & 0xFFFFFFFF:  # an int in a register
+            raise InvalidUsage(f"cannot use device {dev & 0xFFFFFFFF}: there is one, number 0")
+
     def _properties(self, version: int, dev: int, address: int) -> None:
+        self._check_device(dev)
         kind = nccl_net_abi.PROPERTIES[version]
         ctypes.memset(address, 0, ctypes.sizeof(kind))
         values: dict[str, Any] = {
@@ -233,7 +239,7 @@ class _Callbacks:
                 setattr(properties, name, value)
         if "vProps" in fields:
             properties.vProps.ndevs = 1
-            properties.vProps.devs[0] = dev & 0xFFFFFFFF
+            properties.vProps.devs[0] = 0
 
     def _name(self) -> Any:
         if ("name", 0) not in self._kept:
@@ -241,12 +247,14 @@ class _Callbacks:
         return self._kept["name", 0]
 
     def _listen(self, dev: int, handle: int, comm: int) -> None:
+        self._check_device(dev)
         data, number = self._endpoint.listen()
         memory_at(handle, HANDLE_BYTES)[:] = data
         store_word(comm, number)
 
     def _connect(self, dev: int, handle: int, comm: int) -> None:
         """Begin or continue an attempt, whose number the handle keeps between the calls."""
+        self._check_device(dev)
         pending = handle + PENDING_OFFSET
         store_word(comm, 0)
         number = int.from_bytes(memory_at(pending, 8), "little")

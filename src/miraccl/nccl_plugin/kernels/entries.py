@@ -39,6 +39,7 @@ from miraccl.transport.fifo import (
     WORD_SIGNATURE,
     Mode,
 )
+from miraccl.wire.stream import MAX_MESSAGE_BYTES
 
 INLINE, SLOT, ADDRESS, LANDED = (
     int(Mode.INLINE),
@@ -87,7 +88,7 @@ def post_send(comm: int, data: int, nbytes: int, tag: int, request: int) -> int:
     fault = load_acquire(comm + layout.FAULT)
     if fault != 0:
         return fault
-    if nbytes < 0:
+    if nbytes < 0 or nbytes > MAX_MESSAGE_BYTES:
         return INVALID_ARGUMENT
     message = load(comm + layout.POSTED)
     if message - load_acquire(load(comm + layout.TAIL)) >= NSLOTS:
