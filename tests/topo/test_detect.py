@@ -11,7 +11,7 @@ import pytest
 
 from miraccl.topo.analyse import analyse_topology
 from miraccl.topo.check import check_topology
-from miraccl.topo.detect import detect_machine
+from miraccl.topo.detect import NetInfo, detect_machine
 from miraccl.topo.nvml import NvmlGpu, read_gpus, short_bus_id
 from miraccl.topo.records import CpuVendor, LinkType, NodeType, PathType
 from miraccl.topo.sysfs import Sysfs, natural
@@ -116,6 +116,39 @@ def test_a_detected_machine_can_be_planned_on(machine):
     assert found.paths.gpu_net(0, 0).type == PathType.PIX
     assert found.paths.gpu_gpu(0, 2).type == PathType.SYS
     assert not [finding for finding in check_topology(file) if finding.severity == "error"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "names"),
+    [
+        ("MIRACCL_IB_HCA", "=mlx5_1", ["mlx5_1"]),
+        ("NCCL_IB_HCA", "^mlx5_1", ["mlx5_0"]),
+        ("MIRACCL_IB_HCA", "mlx5_0:2", ["eth0"]),
+        ("NCCL_IB_DISABLE", "1", ["eth0"]),
+    ],
+)
+def test_settings_choose_the_nets_as_in_nccl(machine, monkeypatch, setting, value, names):
+    second = (machine.root / "sys/bus/pci/devices/0000:05:00.0").resolve()
+    machine.infiniband("mlx5_1", second)
+    machine.net("eth0", second)
+    monkeypatch.setenv(setting, value)
+    monkeypatch.setenv("MIRACCL_IB_MERGE_NICS", "0")
+    found = analyse_topology(detect_machine(machine.root, gpus=GPUS, arch="x86_64").root)
+    assert [net.label for net in found.system.nets] == names
+
+
+def test_nets_of_a_plugin(machine):
+    """Devices that sysfs does not show take the place of those that it shows."""
+    nets = [
+        NetInfo(name="near", speed_mbps=200_000, gdr=True, bus_id="0000:05:00.0", guid=7, port=1),
+        NetInfo(name="nowhere", speed_mbps=-1, max_connections=-1, latency_us=2.5),
+    ]
+    file = detect_machine(machine.root, gpus=GPUS, arch="x86_64", nets=nets)
+    found = analyse_topology(file.root)
+    first = found.system.nets[0]
+    assert (first.label, first.bw, first.gdr) == ("near", 25.0, 1)
+    assert found.paths.gpu_net(0, 0).type == PathType.PIX
+    assert 'name="nowhere" dev="1" latency="2.5" speed="0"' in format_topology(file.root)
 
 
 def test_interfaces_are_the_nets_without_verbs(machine):

@@ -152,13 +152,21 @@ def detect(
     Example:
       miraccl topo detect --out machine.xml
     """
+    from miraccl.tools.net.plugins import nets
     from miraccl.topo.detect import detect_machine
     from miraccl.topo.xmlfile import read_topology
 
     if out == json_target == "-":
         raise InvalidUsage("cannot write both --out and --json to standard output")
     tree = read_topology(base).root if base else None
-    machine = detect_machine(root, cpu_ranks=cpu_ranks, gpus=None if root == "/" else (), base=tree)
+    here = root == "/"
+    machine = detect_machine(
+        root,
+        cpu_ranks=cpu_ranks,
+        gpus=None if here else (),
+        base=tree,
+        nets=nets() if here else None,
+    )
     for _, text in machine.notes:
         click.echo(f"note: {text}", err=True)
     if json_target:

@@ -13,9 +13,11 @@ import os
 import platform
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from miraccl import params
+from miraccl.topo.hca import is_selected
 from miraccl.topo.nic_fusion import fuse_nics
 from miraccl.topo.nvml import NvmlGpu, read_gpus
 from miraccl.topo.select import fuse_ranks
@@ -49,6 +51,25 @@ _VIRTUAL = re.compile(
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class NetInfo:
+    """Network device that sysfs does not show, such as one of a network plugin.
+
+    Attributes:
+        bus_id: PCI address, "" for none.
+        gdr: It accesses GPU memory.
+    """
+
+    name: str
+    speed_mbps: int
+    port: int = 0
+    guid: int = 0
+    max_connections: int = 0
+    gdr: bool = False
+    bus_id: str = ""
+    latency_us: float = 0.0
+
+
 def detect_machine(
     root: str | os.PathLike[str] = "/",
     *,
@@ -56,14 +77,16 @@ def detect_machine(
     cpu_ranks: int | None = None,
     arch: str | None = None,
     base: XmlNode | None = None,
+    nets: Sequence[NetInfo] | None = None,
 ) -> XmlFile:
     """Detect the machine whose kernel file systems are mounted below ``root``.
 
     ``gpus`` None queries NVML. ``cpu_ranks`` is the number of CPU ranks; None means none next to
     GPUs, else one per CPU up to :data:`CPU_RANKS_MAX`. ``arch`` is the architecture as in
     ``platform.machine``. ``base`` is a tree to complete (cloud providers supply files with the PCI
-    tree that a virtual machine hides); None uses :data:`BASE_FILE` if it exists. Assumptions are
-    recorded in the notes.
+    tree that a virtual machine hides); None uses :data:`BASE_FILE` if it exists. ``nets`` None
+    takes those of sysfs: verbs devices that the settings allow, else network interfaces.
+    Assumptions are recorded in the notes.
     """
     sys = Sysfs(Path(root))
     machine = _MachineDetector(
@@ -83,7 +106,7 @@ def detect_machine(
         machine.gpu(info)
     if cpu_ranks or (cpu_ranks is None and not gpus):
         machine.cpu_ranks(cpu_ranks)
-    machine.nets()
+    machine.nets() if nets is None else machine.given_nets(nets)
     return XmlFile(root=machine.finish(), source="this machine", notes=tuple(machine.notes))
 
 
@@ -291,14 +314,16 @@ class _MachineDetector:
 
     def nets(self) -> None:
         """Add verbs devices with an active port, or without any the network interfaces."""
-        dev = 0
+        dev, wanted = 0, params.IB_HCA.read()
+        disabled = bool(params.IB_DISABLE.read())
         fusible: list[str] = []
         for name in self.sys.names("sys", "class", "infiniband"):
             for port in filter(
                 _NUMBER.fullmatch, self.sys.names("sys", "class", "infiniband", name, "ports")
             ):
                 base = ("sys", "class", "infiniband", name, "ports", port)
-                if "ACTIVE" in self.sys.read(*base, "state"):
+                usable = not disabled and is_selected(name, int(port), wanted)
+                if usable and "ACTIVE" in self.sys.read(*base, "state"):
                     rate = re.match(
                         r"[0-9]{1,6}(\.[0-9]+)?(?![0-9])", self.sys.value(*base, "rate")
                     )
@@ -332,6 +357,21 @@ class _MachineDetector:
                 )
                 dev += 1
 
+    def given_nets(self, nets: Sequence[NetInfo]) -> None:
+        """Add devices that the caller knows."""
+        for dev, net in enumerate(nets):
+            self.net(
+                net.name,
+                dev,
+                max(0, net.speed_mbps),
+                net.port,
+                net.guid,
+                str(max(0, net.max_connections)),
+                int(net.gdr),
+                net.bus_id,
+                net.latency_us,
+            )
+
     def fuse(self, names: Sequence[str]) -> None:
         """Fuse ports as the settings say; ports of one NIC by default, as in NCCL."""
         if params.IB_MERGE_NICS.read() and len({*names}) == len(names):
@@ -353,6 +393,7 @@ class _MachineDetector:
         maxconn: str,
         gdr: int,
         bus_id: str,
+        latency_us: float = 0.0,
     ) -> None:
         if bus_id:
             merged = bus_id[:-1] + "0"  # the ports of a NIC are functions of one device
@@ -370,7 +411,7 @@ class _MachineDetector:
         attrs = {
             "name": printable(name),
             "dev": str(dev),
-            "latency": "0",
+            "latency": f"{latency_us:g}",
             "speed": str(speed),
             "port": str(port),
             "guid": f"{guid:#x}",

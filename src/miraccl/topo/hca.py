@@ -203,7 +203,17 @@ def _read_gids(port: Path) -> Iterator[Gid]:
 
 
 def select_ports(hcas: list[Hca], wanted: str) -> list[tuple[Hca, Port]]:
-    """Return the active ports that a list as of ``NCCL_IB_HCA`` selects.
+    """Return the active ports that a list as of ``NCCL_IB_HCA`` selects."""
+    return [
+        (hca, port)
+        for hca in hcas
+        for port in hca.ports
+        if port.active and is_selected(hca.name, port.number, wanted)
+    ]
+
+
+def is_selected(name: str, port: int, wanted: str) -> bool:
+    """Return True if a list as of ``NCCL_IB_HCA`` selects a port.
 
     Args:
         wanted: Names, with ``:port`` where needed, as prefixes; a leading ``^`` excludes them,
@@ -213,12 +223,7 @@ def select_ports(hcas: list[Hca], wanted: str) -> list[tuple[Hca, Port]]:
     text = wanted.removeprefix("^")
     exact = text.startswith("=")
     names = [part.strip() for part in text.removeprefix("=").split(",") if part.strip()]
-    return [
-        (hca, port)
-        for hca in hcas
-        for port in hca.ports
-        if port.active and (not names or _matches(hca.name, port.number, names, exact) != excluding)
-    ]
+    return not names or _matches(name, port, names, exact) != excluding
 
 
 def _matches(name: str, port: int, names: list[str], exact: bool) -> bool:

@@ -2,12 +2,46 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from miraccl import params
 from miraccl.errors import MiracclError
+from miraccl.native.nccl_net_abi import PTR_CUDA, PTR_DMABUF
 from miraccl.tools.findings import DoctorFinding
 from miraccl.tools.net.devices import DeviceReport, NetDevice
+from miraccl.topo.detect import NetInfo
+from miraccl.topo.sysfs import BUS_ID
 from miraccl.transport import registry
 from miraccl.transport.net_plugin import DEVICE, load, plugin_paths
+
+
+def nets() -> list[NetInfo] | None:
+    """Return the devices of the plugin that the settings name, for the topology; None without one.
+
+    Raises:
+        SystemFailure: It cannot be used.
+    """
+    if params.NET.read().partition(":")[0] != registry.PLUGIN.name:
+        return None
+    return [
+        NetInfo(
+            name=device.name or f"plugin{index}",
+            speed_mbps=device.speed_mbps,
+            port=device.port,
+            guid=device.guid,
+            max_connections=device.max_comms,
+            gdr=bool(device.pointer_support & (PTR_CUDA | PTR_DMABUF)),
+            bus_id=_bus_id(device.pci_path),
+            latency_us=device.latency_us,
+        )
+        for index, device in enumerate(load(plugin_paths()).devices())
+    ]
+
+
+def _bus_id(path: str) -> str:
+    """Return the PCI address of a folder in sysfs, "" if it is not that of a PCI device."""
+    name = Path(path).resolve().name if path else ""
+    return name if BUS_ID.fullmatch(name) else ""
 
 
 def report() -> DeviceReport:
