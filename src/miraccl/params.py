@@ -7,6 +7,7 @@ machines and records get values. ``miraccl env`` prints this table.
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 import re
@@ -775,7 +776,7 @@ NET_GDR_LEVEL = declare(
     "NET_GDR_LEVEL",
     -1,
     parse_path_level,
-    "Farthest path type over which a NIC accesses GPU memory; -1 chooses.",
+    "Farthest path type over which a NIC accesses GPU memory: LOC never, -1 up to PXB.",
     kind="path type",
     nccl="NET_GDR_LEVEL",
 )
@@ -903,6 +904,20 @@ def _parse_family(text: str) -> int:
     return families[text.upper()]
 
 
+def _parse_pair_kind(text: str) -> str:
+    if text.lower() not in ("rc", "uc", "ud"):
+        raise ValueError("allowed are rc, uc and ud")
+    return text.lower()
+
+
+def _parse_network(text: str) -> str:
+    """Parse an IP network such as ``10.0.0.0/8``; bits of its hosts are ignored."""
+    try:
+        return str(ipaddress.ip_network(text, strict=False))
+    except ValueError:
+        raise ValueError("allowed are networks such as 10.0.0.0/8 and fd00::/8") from None
+
+
 IB_DISABLE = declare(
     "IB_DISABLE",
     0,
@@ -948,7 +963,7 @@ IB_POLICY = declare(
 IB_QP_TYPE = declare(
     "IB_QP_TYPE",
     "rc",
-    str,
+    _parse_pair_kind,
     "Kind of the queue pairs: rc (reliable), or uc and ud under the paths, loss detection and "
     "congestion control of UDP; the same on all ranks.",
     kind="choice",
@@ -956,7 +971,7 @@ IB_QP_TYPE = declare(
 IB_GID_INDEX = declare(
     "IB_GID_INDEX",
     -1,
-    parse_integer,
+    _parse_within(-1, 1 << 15),
     "Entry of the table of GIDs to use; -1 chooses for each pair of ports.",
     kind="count",
     nccl="IB_GID_INDEX",
@@ -980,7 +995,7 @@ IB_ADDR_FAMILY = declare(
 IB_ADDR_RANGE = declare(
     "IB_ADDR_RANGE",
     "",
-    str,
+    _parse_network,
     "Network that the GIDs must be in, such as 10.0.0.0/8.",
     kind="text",
     nccl="IB_ADDR_RANGE",

@@ -133,8 +133,10 @@ def test_tables_that_need_different_entries_still_connect() -> None:
 def test_reasons_without_a_pair() -> None:
     assert choose_gids([], TABLE).reason == "a port has no GID"
     assert "IPv4 and IPv6" in choose_gids([gid(0, "10.0.0.1")], [gid(0, "fd00::1")]).reason
-    wish = GidWish(range="192.168.0.0/16")
-    assert choose_gids(TABLE, TABLE, wish).pair is None
+    for wish in (GidWish(range="192.168.0.0/16"), GidWish(index=99)):
+        choice = choose_gids(TABLE, [gid(0, "fd00::1")], wish)
+        assert choice.pair is None
+        assert "settings exclude all GIDs of a port (0: roce1 fe80::1, 1: roce2" in choice.reason
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from miraccl import params
 from miraccl.native.verbs_abi import load_library
 from miraccl.tools.findings import DoctorFinding
 from miraccl.tools.net.devices import DeviceReport, NetDevice
 from miraccl.topo.hca import Port
+from miraccl.transport import registry
 from miraccl.transport.hca_devices import HcaReport, hca_devices
 
 
 def report(root: str | Path = "/") -> DeviceReport:
-    """Return one device per port, and what is wrong; nothing on hosts without such devices."""
+    """Return one device per port, and what is wrong; nothing on hosts without such devices, unless
+    ``MIRACCL_NET=verbs`` asks for them.
+    """
     found = hca_devices(root, load_library)
-    if not found.devices:
+    if not found.devices and params.NET.read() != registry.VERBS.name:
         return DeviceReport(devices=())
     problems = [*found.problems, *(p for device in found.devices for p in device.problems)]
     return DeviceReport(

@@ -94,10 +94,14 @@ def choose_gids(
     if pairs:
         best = min(pairs, key=lambda pair: _rank(*pair))
         return GidChoice(pair=best, reason=_describe(*best))
-    reasons = sorted({mismatch(a, b) for a in first for b in second} - {""})
     if not first or not second:
         return GidChoice(pair=None, reason="a port has no GID")
-    return GidChoice(pair=None, reason="; ".join(reasons) or "settings exclude all GIDs")
+    for table in (first, second):
+        if not any(map(wish.allows, table)):
+            found = ", ".join(f"{gid.index}: {gid.type} {gid.address}" for gid in table)
+            return GidChoice(pair=None, reason=f"settings exclude all GIDs of a port ({found})")
+    reasons = sorted({mismatch(a, b) for a in first for b in second} - {""})
+    return GidChoice(pair=None, reason="; ".join(reasons))
 
 
 def mismatch(a: PortGid, b: PortGid) -> str:
