@@ -16,6 +16,7 @@ from miraccl.transport.base import DatagramOptions, Endpoint
 from miraccl.transport.datagram import DatagramTransport, SocketInfo, paths_between
 from miraccl.transport.fifo import PrivateMemory, memory_at
 from miraccl.transport.registry import UDP
+from miraccl.wire.datagram.seal import AES_128_GCM, common_cipher
 from miraccl.wire.proxy_records import LossKind
 from tests.transport.conformance import WAIT_S, TransportConformance, World, pattern
 from tests.transport.socket_world import SLOT
@@ -135,11 +136,23 @@ def test_a_host_with_fewer_interfaces_uses_the_nearest_one() -> None:
     assert (path.socket, path.port) == (1, 3)
 
 
-@pytest.mark.parametrize("protection", ["aead", "none"])
-def test_other_protections_carry_messages(protection: str) -> None:
-    world = build_world(2, options=DatagramOptions(protection=protection))
+class EngineWithoutAegis(DatagramEngine):
+    """Engine of a processor without instructions for AES."""
+
+    ciphers = (AES_128_GCM,)
+
+
+@pytest.mark.parametrize("protection", ["mac", "aead", "none"])
+@pytest.mark.parametrize("other", [DatagramEngine, EngineWithoutAegis])
+def test_all_protections_carry_messages(protection: str, other: type[DatagramEngine]) -> None:
+    world, options = World(transports={}), DatagramOptions(protection=protection)
+    build_rank(world, 0, options=options)
+    build_rank(world, 1, options=options, proxy_type=other)
     with world.cleanup:
         world.connect()
+        if protection != "none":
+            cipher = common_cipher(*(engine_of(world, rank).ciphers for rank in (0, 1)))
+            assert f"protection {protection} ({cipher})" in world.transports[0].describe(1)
         way = world.way(0, 1)
         way.post(b"x" * SLOT, 3)
         assert way.take()[0] == b"x" * SLOT

@@ -1,4 +1,4 @@
-"""AES-128-GCM and GMAC of OpenSSL's libcrypto, by its exported functions.
+"""AES-128-GCM of OpenSSL's libcrypto, by its exported functions.
 
 CPython's ``ssl`` module links libcrypto, so nearly every installation has it.  ``addresses`` gives
 the same functions to compiled code.
@@ -16,13 +16,6 @@ from miraccl.errors import MissingDependency
 TAG_BYTES = 16
 #: Numbers of ``openssl/evp.h``: EVP_CTRL_AEAD_GET_TAG and EVP_CTRL_AEAD_SET_TAG.
 GET_TAG, SET_TAG = 0x10, 0x11
-#: Functions of ``openssl/modes.h`` (1.1, 3): GHASH without the costs of providers.
-GHASH_NAMES = (
-    "CRYPTO_gcm128_setiv",
-    "CRYPTO_gcm128_aad",
-    "CRYPTO_gcm128_tag",
-    "CRYPTO_gcm128_finish",
-)
 _NAMES = (
     "EVP_CIPHER_CTX_new",
     "EVP_CIPHER_CTX_free",
@@ -62,61 +55,12 @@ def libcrypto() -> ctypes.CDLL:
 
 
 @functools.cache
-def ghash_addresses() -> dict[str, int]:
-    """Return the addresses of ``GHASH_NAMES``, nothing if libcrypto lacks one of them."""
-    library, names = libcrypto(), (*GHASH_NAMES, "CRYPTO_gcm128_new", "CRYPTO_gcm128_release")
-    if not all(hasattr(library, name) for name in names):
-        return {}
-    return {name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names}
-
-
-@functools.cache
 def addresses() -> dict[str, int]:
     """Return the address of each function that compiled code calls."""
     library = libcrypto()
     return {
         name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _NAMES
     }
-
-
-class Gmac:
-    """AES-128-GMAC with one key for compiled code, which calls ``GHASH_NAMES`` itself.
-
-    A tag by the EVP functions takes five calls with the costs of OpenSSL 3's providers; here it is
-    GHASH and one EVP call for one block of AES. Not thread-safe.
-
-    Args:
-        key: 16 bytes.
-        block: Address of a function (in, out, record) that encrypts one block by calling
-            EVP_EncryptUpdate; the record has its address, a context and a word of scratch memory.
-    """
-
-    def __init__(self, key: bytes, block: int) -> None:
-        self._library = library = libcrypto()
-        functions = ghash_addresses()
-        self._cipher = ctypes.c_void_p(library.EVP_CIPHER_CTX_new())
-        # Prototypes of their own: two threads that set ``restype`` of the library's function at its
-        # first use may each set that of another object.
-        ecb = ctypes.c_void_p(ctypes.CFUNCTYPE(ctypes.c_void_p)(("EVP_aes_128_ecb", library))())
-        if library.EVP_EncryptInit_ex(self._cipher, ecb, None, key, None) != 1:
-            raise RuntimeError("EVP_EncryptInit_ex failed")
-        update = addresses()["EVP_EncryptUpdate"]
-        self._record = (ctypes.c_int64 * 3)(update, self._cipher.value or 0, 0)
-        assert functions, "libcrypto has no GHASH"
-        kind = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-        made = kind(functions["CRYPTO_gcm128_new"])(ctypes.addressof(self._record), block)
-        self._context = ctypes.c_void_p(made)
-
-    @property
-    def address(self) -> int:
-        """Address of the GCM128_CONTEXT."""
-        return self._context.value or 0
-
-    def __del__(self) -> None:
-        if context := getattr(self, "_context", None):
-            self._library.CRYPTO_gcm128_release(context)
-        if cipher := getattr(self, "_cipher", None):
-            self._library.EVP_CIPHER_CTX_free(cipher)
 
 
 class AesGcm:

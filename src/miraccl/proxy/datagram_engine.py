@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miraccl import native
-from miraccl.native.crypto import GHASH_NAMES, AesGcm, Gmac, addresses, ghash_addresses
+from miraccl.native.crypto import AesGcm, addresses
 from miraccl.proxy.datagram_driver import NSTREAMS, flow_config, now_ns
 from miraccl.proxy.flow_memory import FlowMemory
 from miraccl.proxy.kernels import flow_layout, link_layout
@@ -24,7 +24,13 @@ from miraccl.transport.base import DatagramConnection, DatagramPath, NetConnecti
 from miraccl.transport.fifo import PrivateMemory, memory_at
 from miraccl.wire.datagram.credit import UNSOLICITED_BYTES
 from miraccl.wire.datagram.packets import MAX_PATHS
-from miraccl.wire.datagram.seal import Protection
+from miraccl.wire.datagram.seal import (
+    AEGIS_128X2,
+    AES_128_GCM,
+    CIPHERS,
+    KEY_BYTES,
+    Protection,
+)
 from miraccl.wire.proxy_records import CLOSED_WITHOUT_CLOSE_FRAME, LinkConfig, Loss, LossKind
 from miraccl.wire.stream import MAX_TEXT_BYTES
 
@@ -40,9 +46,10 @@ _CRYPTO = (
     "EVP_CIPHER_CTX_ctrl",
 )
 _PROTECTIONS = {
-    Protection.NONE: flow_layout.PROTECT_NONE,
-    Protection.MAC: flow_layout.PROTECT_MAC,
-    Protection.AEAD: flow_layout.PROTECT_AEAD,
+    (Protection.MAC, AES_128_GCM): flow_layout.PROTECT_MAC,
+    (Protection.AEAD, AES_128_GCM): flow_layout.PROTECT_AEAD,
+    (Protection.MAC, AEGIS_128X2): flow_layout.PROTECT_AEGIS_MAC,
+    (Protection.AEAD, AEGIS_128X2): flow_layout.PROTECT_AEGIS,
 }
 
 
@@ -91,7 +98,7 @@ class DatagramLink(EngineLink):
     """One peer: its link and flow; the sockets belong to the transport."""
 
     flow: FlowMemory
-    ciphers: tuple[AesGcm | Gmac, AesGcm | Gmac]
+    ciphers: tuple[AesGcm, AesGcm] | tuple[PrivateMemory, PrivateMemory]
     abort: Any = field(repr=False)
     aborted: bool = False
 
@@ -141,6 +148,11 @@ class DatagramEngine(ProgressEngine):
             self._store_port(offset, memory.address)
         self._store_port(flow_layout.PORT_HASH, self._hash.address)
         self._set(link_layout.ENGINE_PORT, self._port.address)
+
+    @property
+    def ciphers(self) -> Sequence[str]:
+        """Names of the ciphers that the compiled code computes on this processor."""
+        return CIPHERS if self._function("has_aegis")(0, 0) else (AES_128_GCM,)
 
     def reached(self, peer: int) -> bool:
         """Return True once a path to the peer has carried a packet and its acknowledgement."""
@@ -211,10 +223,11 @@ class DatagramEngine(ProgressEngine):
         )
         memory = self._link_memory(config, connection)
         flow = FlowMemory(flow_config(connection), memory.address, self._library.address)
-        seal, ciphers = self._ciphers(connection)
+        protection, seal, ciphers = self._ciphers(connection)
         flow.store(flow_layout.FLOW_PORT, self._port.address)
         flow.store(flow_layout.FLOW_ADMITTED, UNSOLICITED_BYTES)
         flow.store(flow_layout.FLOW_ADMITS, int(connection.budget > 0))
+        flow.store(flow_layout.FLOW_PROTECTION, protection)
         flow.store(flow_layout.FLOW_SEAL, seal[0])
         flow.store(flow_layout.FLOW_OPEN, seal[1])
         for index in range(len(connection.paths)):
@@ -236,25 +249,26 @@ class DatagramEngine(ProgressEngine):
 
     def _ciphers(
         self, connection: DatagramConnection
-    ) -> tuple[tuple[int, int], tuple[AesGcm | Gmac, AesGcm | Gmac]]:
-        """Return the contexts that seal and open packets, by address, and their owners."""
-        if self._word(flow_layout.PORT_PROTECTION) == flow_layout.PROTECT_GMAC:
-            block = self._library.address(native.PREFIX + "aes_block")
-            macs = Gmac(connection.send_key, block), Gmac(connection.recv_key, block)
-            return (macs[0].address, macs[1].address), macs
+    ) -> tuple[int, tuple[int, int], tuple[AesGcm, AesGcm] | tuple[PrivateMemory, PrivateMemory]]:
+        """Return how packets are protected, the addresses of keys or contexts to seal and to open
+        them, and their owners.
+        """
+        mode = Protection(connection.options.protection), connection.cipher
+        protection = _PROTECTIONS.get(mode, flow_layout.PROTECT_NONE)
+        if connection.cipher == AEGIS_128X2:
+            memory = PrivateMemory(KEY_BYTES), PrivateMemory(KEY_BYTES)
+            for each, key in zip(memory, (connection.send_key, connection.recv_key), strict=True):
+                memory_at(each.address, KEY_BYTES)[:] = key
+            return protection, (memory[0].address, memory[1].address), memory
+        write_crypto(self._port.address)
         keys = AesGcm(connection.send_key), AesGcm(connection.recv_key)
-        return (keys[0].prepared(sealing=True), keys[1].prepared(sealing=False)), keys
+        return protection, (keys[0].prepared(sealing=True), keys[1].prepared(sealing=False)), keys
 
     def _open_port(self, connection: DatagramConnection) -> None:
         """Watch the sockets of the transport, once."""
         if self._sockets:
             return
         self._sockets = connection.streams
-        write_crypto(self._port.address)
-        protection = _PROTECTIONS[Protection(connection.options.protection)]
-        if protection == flow_layout.PROTECT_MAC and ghash_addresses():
-            protection = flow_layout.PROTECT_GMAC
-        self._store_port(flow_layout.PORT_PROTECTION, protection)
         self._store_port(flow_layout.PORT_BUDGET, connection.budget)
         self._store_port(flow_layout.PORT_ALLOWANCE, connection.budget)
         for i, sock in enumerate(self._sockets):
@@ -307,13 +321,10 @@ class DatagramEngine(ProgressEngine):
 
 def write_crypto(port: int) -> None:
     """Write the addresses of libcrypto's functions into a port."""
-    functions = addresses() | ghash_addresses()
-    for offset, names in (
-        (flow_layout.PORT_CRYPTO, _CRYPTO),
-        (flow_layout.PORT_GHASH, GHASH_NAMES),
-    ):
-        for i, name in enumerate(names):
-            memory_at(port + offset + 8 * i, 8)[:] = struct.pack("<q", functions.get(name, 0))
+    functions = addresses()
+    for i, name in enumerate(_CRYPTO):
+        at = port + flow_layout.PORT_CRYPTO + 8 * i
+        memory_at(at, 8)[:] = struct.pack("<q", functions[name])
 
 
 def socket_address(host: str, port: int) -> bytes:

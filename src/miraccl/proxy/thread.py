@@ -20,6 +20,7 @@ from miraccl.proxy.progress_thread import ProgressThread
 from miraccl.transport.base import NetConnection, OnLost, PathStatus, Wake
 from miraccl.transport.fifo import PAGE_BYTES, Atomics, PrivateMemory
 from miraccl.wire import proxy_records as wire
+from miraccl.wire.datagram.seal import AES_128_GCM
 
 #: Largest segment of a message: a frame costs some 50 us of Python; the kernel's buffer delays what
 #: is queued behind by as much.
@@ -36,7 +37,10 @@ class Proxy(ProgressThread[Driver]):
 
     Attributes:
         rounds: Number of rounds of the thread.
+        ciphers: Ciphers of ``packet_codec``; see ``transport.base.DatagramPort``.
     """
+
+    ciphers = (AES_128_GCM,)
 
     def __init__(
         self,

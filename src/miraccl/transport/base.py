@@ -311,6 +311,7 @@ class DatagramConnection(NetConnection):
     Attributes:
         connection, peer_connection: Number in packets to this rank, and to the peer.
         send_key, recv_key: Keys of the two directions.
+        cipher: Name of the cipher that protects packets.
         needs_grants: True if the peer admits what this rank sends by grants.
         budget: Bytes that all peers of this rank together may have on their way, 0 if this rank
             issues no grants.
@@ -322,6 +323,7 @@ class DatagramConnection(NetConnection):
     peer_connection: int
     send_key: bytes
     recv_key: bytes
+    cipher: str
     options: DatagramOptions
     needs_grants: bool = False
     budget: int = 0
@@ -381,7 +383,14 @@ class NetworkProxy(ProxyPort, Protocol):
 
 
 class DatagramPort(ProxyPort, Protocol):
-    """Interface of the proxy to the datagram transport."""
+    """Interface of the proxy to the datagram transport.
+
+    Attributes:
+        ciphers: Names of the ciphers that it computes (``wire.datagram.seal.CIPHERS``).
+    """
+
+    @property
+    def ciphers(self) -> Sequence[str]: ...
 
     def reached(self, peer: int) -> bool:
         """Return True once a path to the peer has carried a packet and its acknowledgement."""

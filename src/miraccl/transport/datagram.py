@@ -51,7 +51,13 @@ from miraccl.transport.fifo import check_slot_bytes, slot_bytes_for
 from miraccl.wire.datagram.control import controller
 from miraccl.wire.datagram.credit import UNSOLICITED_BYTES
 from miraccl.wire.datagram.packets import MAX_PATHS, MIN_MTU
-from miraccl.wire.datagram.seal import SETUP_NONCE_BYTES, Protection, derive_key
+from miraccl.wire.datagram.seal import (
+    CIPHERS,
+    SETUP_NONCE_BYTES,
+    Protection,
+    common_cipher,
+    derive_key,
+)
 
 CAPABILITIES = registry.UDP.capabilities
 LINGER_S = 5.0
@@ -98,6 +104,7 @@ class DatagramInfo:
         nonce: Random bytes of this rank, mixed into all keys.
         connection: Number in packets from rank 0; that of rank n is larger by n.
         protection: ``Protection`` value, equal on all ranks.
+        ciphers: Names of the ciphers that this rank computes.
         slot_bytes: Size of the slots into which this rank receives.
         grants: True if this rank admits what its peers send by grants.
     """
@@ -106,6 +113,7 @@ class DatagramInfo:
     nonce: bytes
     connection: int
     protection: str
+    ciphers: tuple[str, ...]
     slot_bytes: int
     grants: bool = False
 
@@ -117,6 +125,7 @@ class DatagramInfo:
                 self.nonce.hex(),
                 self.connection,
                 self.protection,
+                self.ciphers,
                 self.slot_bytes,
                 int(self.grants),
             ]
@@ -126,7 +135,7 @@ class DatagramInfo:
     def decode(cls, data: bytes) -> DatagramInfo:
         """Parse the result of ``encode``. Raises ``ProtocolError`` for anything else."""
         try:
-            rows, nonce, connection, protection, slot_bytes, grants = json.loads(data)
+            rows, nonce, connection, protection, ciphers, slot_bytes, grants = json.loads(data)
             info = cls(
                 sockets=tuple(
                     SocketInfo(
@@ -140,6 +149,7 @@ class DatagramInfo:
                 nonce=bytes.fromhex(nonce),
                 connection=int(connection),
                 protection=Protection(protection).value,
+                ciphers=tuple(name for name in CIPHERS if name in ciphers),
                 slot_bytes=check_slot_bytes(int(slot_bytes)),
                 grants=bool(grants),
             )
@@ -237,7 +247,7 @@ class DatagramTransport(Transport):
         self._sockets: list[socket.socket] = []
         self._info: Any = None
         self._connected: dict[int, FifoPair] = {}
-        self._paths: dict[int, Sequence[DatagramPath]] = {}
+        self._paths: dict[int, tuple[Sequence[DatagramPath], str]] = {}
         self._closed = False
 
     def setup(self) -> bytes:
@@ -249,6 +259,7 @@ class DatagramTransport(Transport):
                 nonce=clock.random_bytes(SETUP_NONCE_BYTES),
                 connection=int.from_bytes(clock.random_bytes(4), "little"),
                 protection=self._options.protection,
+                ciphers=tuple(self._proxy.ciphers),
                 slot_bytes=self._slot_bytes,
                 grants=self._options.admission == CREDIT,
             )
@@ -331,7 +342,7 @@ class DatagramTransport(Transport):
             self._proxy.detach(list(peers), linger=0.0)
             raise
         self._connected |= {c.peer: c.pair for c in connections}
-        self._paths |= {c.peer: c.paths for c in connections}
+        self._paths |= {c.peer: (c.paths, c.cipher) for c in connections}
         return {rank: self._connected[rank] for rank in infos}
 
     def _decode(self, data: bytes) -> Any:
@@ -402,6 +413,7 @@ class DatagramTransport(Transport):
             "recv_key": derive_key(
                 self._secret, self._job, peer, self.rank, (info.nonce, own.nonce)
             ),
+            "cipher": common_cipher(own.ciphers, info.ciphers),
             "options": self._options,
         }
 
@@ -410,11 +422,12 @@ class DatagramTransport(Transport):
 
     def describe(self, peer: int) -> str:
         """Return the paths and settings of the connection to a peer."""
-        paths, options = self._paths[peer], self._options
+        (paths, cipher), options = self._paths[peer], self._options
+        by = "" if options.protection == Protection.NONE.value else f" ({cipher})"
         smallest = min(path.mtu for path in paths)
         return (
             f"{len(paths)} path{'s' * (len(paths) > 1)}, congestion control {options.congestion}, "
-            f"protection {options.protection}, packets of {smallest} bytes, GPU data staged in "
+            f"protection {options.protection}{by}, packets of {smallest} bytes, GPU data staged in "
             "host memory over the same paths"
         )
 

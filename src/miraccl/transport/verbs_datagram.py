@@ -182,6 +182,7 @@ class VerbsDatagramTransport(DatagramTransport):
             nonce=clock.random_bytes(SETUP_NONCE_BYTES),
             connection=int.from_bytes(clock.random_bytes(4), "little"),
             protection=self._options.protection,
+            ciphers=tuple(self._engine.ciphers),
             slot_bytes=self._slot_bytes,
         )
 

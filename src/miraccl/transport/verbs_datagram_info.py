@@ -11,7 +11,7 @@ from miraccl.transport.fifo import check_slot_bytes
 from miraccl.transport.verbs_info import PortInfo, read_port, write_port
 from miraccl.transport.verbs_packets import PairKind
 from miraccl.wire.datagram.packets import MAX_PATHS
-from miraccl.wire.datagram.seal import SETUP_NONCE_BYTES, Protection
+from miraccl.wire.datagram.seal import CIPHERS, SETUP_NONCE_BYTES, Protection
 from miraccl.wire.verbs.rows import MAX_DEVICES
 
 VERSION = 1
@@ -28,6 +28,7 @@ class VerbsDatagramInfo:
             for all, under the key -1.
         qkey: Q_Key that UD packets to this rank must carry.
         share_bytes: Bytes that each peer may have on their way on a path.
+        ciphers: Names of the ciphers that this rank computes.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class VerbsDatagramInfo:
     nonce: bytes
     connection: int
     protection: str
+    ciphers: tuple[str, ...]
     slot_bytes: int
 
     def encode(self) -> bytes:
@@ -66,6 +68,7 @@ class VerbsDatagramInfo:
                 nonce=bytes.fromhex(record["nonce"]),
                 connection=int(record["connection"]),
                 protection=Protection(record["protection"]).value,
+                ciphers=tuple(name for name in CIPHERS if name in record["ciphers"]),
                 slot_bytes=check_slot_bytes(int(record["slot_bytes"])),
             )
             info._check()

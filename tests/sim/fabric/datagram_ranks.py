@@ -23,6 +23,7 @@ from miraccl.transport.base import DatagramConnection, DatagramOptions, Endpoint
 from miraccl.transport.datagram import DatagramTransport, SocketInfo
 from miraccl.transport.fifo import PAGE_BYTES, PrivateMemory, native_atomics
 from miraccl.wire import proxy_records as wire
+from miraccl.wire.datagram.seal import AES_128_GCM
 
 PORT = 4791
 
@@ -130,6 +131,8 @@ class Advance(threading.Event):
 
 class FabricProxy:
     """Drivers of one rank; see ``transport.base.DatagramPort``."""
+
+    ciphers = (AES_128_GCM,)
 
     def __init__(self, network: FabricNetwork, losses: list[tuple[int, wire.Loss]]) -> None:
         self.network, self.losses = network, losses

@@ -12,7 +12,7 @@ import struct
 from typing import Any
 
 from miraccl import native
-from miraccl.native.crypto import AesGcm, Gmac
+from miraccl.native.crypto import AesGcm
 from miraccl.proxy.datagram_engine import write_crypto
 from miraccl.proxy.flow_memory import FlowMemory
 from miraccl.proxy.kernels import flow_layout, link_layout
@@ -38,9 +38,7 @@ class CompiledWorld:
         self._kept: list[Any] = []
         self.address = self._allocate(layout.WORLD_BYTES)
         keys = [AesGcm(bytes(16)) for _ in range(4)]
-        block = self._library.address(native.PREFIX + "aes_block")
-        macs = [Gmac(bytes(16), block) for _ in range(4)]
-        self._kept += [keys, macs]
+        self._kept += keys
         for offset, size in (
             (layout.HEAP, 16 * layout.NEVENTS),
             (layout.FREE, 8 * layout.NPACKETS),
@@ -53,8 +51,7 @@ class CompiledWorld:
             side = self.address + layout.SIDES + number * layout.SIDE_BYTES
             self._store(side + layout.SEAL, keys[2 * number].prepared(sealing=True))
             self._store(side + layout.OPEN, keys[2 * number + 1].prepared(sealing=False))
-            self._store(side + layout.GMAC_SEAL, macs[2 * number].address)
-            self._store(side + layout.GMAC_OPEN, macs[2 * number + 1].address)
+            self._store(side + layout.AEGIS_KEY, self._allocate(16))
             self._prepare(side, number)
 
     def _prepare(self, side: int, number: int) -> None:
@@ -142,6 +139,10 @@ class CompiledWorld:
         """Return a word of the world."""
         return int(struct.unpack("<q", memory_at(self.address + offset, 8))[0])
 
+    def side_word(self, number: int, offset: int) -> int:
+        """Return a word of a side."""
+        return self.word(layout.SIDES + number * layout.SIDE_BYTES + offset)
+
     def run(
         self, first: int, count: int, *, protection: int = -1
     ) -> tuple[dict[str, int], list[tuple[int, str]]]:
@@ -149,7 +150,7 @@ class CompiledWorld:
 
         Args:
             first, count: Seeds.
-            protection: Value of ``flow_layout.PORT_PROTECTION`` in all of them, -1 to draw it.
+            protection: Value of ``flow_layout.FLOW_PROTECTION`` in all of them, -1 to draw it.
 
         Returns:
             Counts, and violations as (seed, text).

@@ -32,8 +32,8 @@ SIDES = 192
 
 FLOW, LINK, PORT, ENGINE, LOG, LANDING, SOURCE = 0, 8, 16, 24, 32, 40, 48  # addresses
 LINK_TEMPLATE, FLOW_TEMPLATES = 56, 64  # the latter: one address per controller
-#: Contexts of libcrypto: for EVP, and for GHASH.
-OFFSET, WAKE_AT, SEAL, OPEN, GMAC_SEAL, GMAC_OPEN = 72, 80, 88, 96, 104, 112
+#: Contexts of libcrypto, and the key of AEGIS.
+OFFSET, WAKE_AT, SEAL, OPEN, AEGIS_KEY = 72, 80, 88, 96, 104
 #: Counts by stream.
 SUBMITTED, COMPLETED, ACKED, ARRIVED = 120, 152, 184, 216
 #: Frames by stream and number: index of the frame.

@@ -6,8 +6,19 @@ import pytest
 
 from miraccl.errors import MissingDependency
 from miraccl.native.crypto import AesGcm, libcrypto
+from miraccl.wire.datagram.aegis import Aegis, aes_round
 from miraccl.wire.datagram.packets import Packet, Probe, encode
-from miraccl.wire.datagram.seal import Protection, derive_key, nonce_of, protect, unprotect
+from miraccl.wire.datagram.seal import (
+    AEGIS_128X2,
+    AES_128_GCM,
+    CIPHERS,
+    Protection,
+    common_cipher,
+    derive_key,
+    nonce_of,
+    protect,
+    unprotect,
+)
 
 try:
     libcrypto()
@@ -31,9 +42,31 @@ def test_vectors_of_the_gcm_specification() -> None:
     assert cipher.open(bytes.fromhex("cafebabefacedbaddecaf888"), aad, sealed) == plain
 
 
+def test_vectors_of_the_aegis_specification() -> None:
+    """Vectors of draft-irtf-cfrg-aegis-aead: AESRound, AEGIS-128X2 numbers 1 and 2."""
+    block, key = (bytes(range(first, first + 16)) for first in (0, 16))
+    mixed = aes_round(int.from_bytes(block, "little"), int.from_bytes(key, "little"))
+    assert mixed.to_bytes(16, "little").hex() == "7a7b4e5638782546a8c0477a3b813f43"
+    cipher, nonce = Aegis(bytes(range(16))), bytes(range(16, 32))
+    assert cipher.seal(nonce, b"", b"").hex() == "63117dc57756e402819a82e13eca8379"
+    aad, plain = bytes.fromhex("0102030401020304"), bytes.fromhex("04050607" * 30)
+    sealed = cipher.seal(nonce, aad, plain)
+    assert sealed[:32].hex() == "5795544301997f93621b278809d6331b3bfa6f18e90db12c4aa35965b5e98c5f"
+    assert sealed[-16:].hex() == "1aebc200804f405cab637f2adebb6d77"
+    assert cipher.open(nonce, aad, sealed) == plain
+    assert cipher.open(nonce, aad + b"\0", sealed) is None
+
+
+def test_the_cipher_is_the_best_one_of_both_sides() -> None:
+    assert common_cipher(CIPHERS, CIPHERS[::-1]) == AEGIS_128X2
+    assert common_cipher(CIPHERS, [AES_128_GCM]) == AES_128_GCM
+    assert common_cipher([], CIPHERS) == AES_128_GCM
+
+
+@pytest.mark.parametrize("kind", [AesGcm, Aegis])
 @pytest.mark.parametrize("mode", [Protection.MAC, Protection.AEAD])
-def test_a_changed_packet_is_not_authentic(mode: Protection) -> None:
-    cipher = AesGcm(bytes(range(16)))
+def test_a_changed_packet_is_not_authentic(mode: Protection, kind: type[AesGcm | Aegis]) -> None:
+    cipher = kind(bytes(range(16)))
     packet = encode(Packet(3, 7, 1 << 40, (Probe(5),)))
     sent = protect(mode, cipher, packet)
     assert len(sent) == len(packet) + 16

@@ -26,9 +26,9 @@ from miraccl.native.intrinsics import (
 )
 from miraccl.proxy.kernels import flow_layout
 from miraccl.proxy.kernels import link_layout as layout
+from miraccl.proxy.kernels.aegis_vectors import aegis_compiled
 from miraccl.proxy.kernels.credit import credit_timer, issue_grants
 from miraccl.proxy.kernels.datagram_io import (
-    aes_block,
     build,
     flush,
     now_ns,
@@ -323,12 +323,17 @@ def abort_flow(flow: int, text: int, length: int) -> int:
     return 0
 
 
+def has_aegis(unused: int, unused2: int) -> int:
+    """Return 1 if this code computes AEGIS-128X2."""
+    return aegis_compiled()
+
+
 EXPORTS: dict[str, Any] = {
     "run": run,
     "drive": drive,
     "close_link": close_link,
     "abort_flow": abort_flow,
-    "aes_block": aes_block,
+    "has_aegis": has_aegis,
     "post_receives": post_receives,
     "drain_queues": drain_queues,
 }

@@ -25,8 +25,8 @@ from miraccl.native.intrinsics import (
     store_unaligned,
     syscall,
 )
+from miraccl.proxy.kernels import aegis, link_layout, queue_layout
 from miraccl.proxy.kernels import flow_layout as layout
-from miraccl.proxy.kernels import link_layout, queue_layout
 from miraccl.proxy.kernels.flow_path import path_of, sent_at, shrink
 from miraccl.proxy.kernels.flow_receive import KIND_DATA, KIND_HEADED, note_change, receive
 from miraccl.proxy.kernels.flow_send import FRAME_BYTES, head_of, next_packet
@@ -41,7 +41,6 @@ from miraccl.proxy.kernels.packet_queues import (
     repost,
 )
 from miraccl.wire.datagram.packets import DATA_BYTES, HEADER_BYTES, TAG_BYTES, VERSION
-from miraccl.wire.datagram.seal import NONCE_BYTES
 
 SYS_PPOLL = 73 if platform.machine() == "aarch64" else 271
 MSG_DONTWAIT, MSG_NOSIGNAL = 0x40, 0x4000
@@ -118,29 +117,52 @@ def seal_mac(port: int, context: int, packet: int, group: int, vectors: int, tag
     crypto(port, 6, context, GET_TAG, TAG_BYTES, tag, 0)
 
 
-def aes_block(source: int, target: int, record: int) -> int:
-    """Encrypt one block for GHASH's context (``native.crypto.Gmac``)."""
-    return call6(load(record), load(record + 8), target, record + 16, source, 16, 0)
-
-
 @inline
-def ghash(port: int, function: int, context: int, a: int, b: int) -> int:
-    """Call a function of libcrypto's GHASH; return its int result."""
-    address = load(port + layout.PORT_GHASH + 8 * function)
-    return call6(address, context, a, b, 0, 0, 0) & 0xFFFFFFFF
-
-
-@inline
-def seal_gmac(port: int, context: int, packet: int, group: int, vectors: int, tag: int) -> None:
+def seal_aegis_mac(port: int, key: int, packet: int, group: int, vectors: int, tag: int) -> None:
     """Write the tag over all iovecs of the last packet of a group."""
-    ghash(port, 0, context, set_nonce(port, packet), NONCE_BYTES)
+    context = port + layout.PORT_AEGIS
+    aegis.start(context, key, set_nonce(port, packet))
     first = load(group + layout.GROUP_FIRST + 8 * load(group + layout.GROUP_COUNT))
     last = load(group + layout.GROUP_VECTORS) - 1
     for i in range(first, last + 1):
         vector = vectors + 16 * i
         size = load(vector + 8) - TAG_BYTES if i == last else load(vector + 8)
-        ghash(port, 1, context, load(vector), size)
-    ghash(port, 2, context, tag, TAG_BYTES)
+        aegis.absorb(context, load(vector), size)
+    aegis.end_absorbing(context)
+    aegis.finish(context, 0, tag)
+
+
+@inline
+def crypt_aegis(port: int, key: int, packet: int, size: int, decrypts: bool, tag: int) -> None:
+    """Encrypt or decrypt a contiguous packet in place and write its tag."""
+    context, body = port + layout.PORT_AEGIS, packet + HEADER_BYTES
+    length = size - HEADER_BYTES - TAG_BYTES
+    aegis.start(context, key, set_nonce(port, packet))
+    aegis.absorb(context, packet, HEADER_BYTES)
+    aegis.end_absorbing(context)
+    if decrypts:
+        aegis.decrypt(context, body, length)
+    else:
+        aegis.encrypt(context, body, length)
+    aegis.finish(context, length, tag)
+
+
+@inline
+def is_authentic_aegis(port: int, flow: int, packet: int, size: int) -> bool:
+    """Check the tag of a received packet, in constant time; decrypt it in place if it is
+    encrypted.
+    """
+    context, key = port + layout.PORT_AEGIS, load(flow + layout.FLOW_OPEN)
+    made, tag = port + layout.PORT_TAG, packet + size - TAG_BYTES
+    if load(flow + layout.FLOW_PROTECTION) == layout.PROTECT_AEGIS:
+        crypt_aegis(port, key, packet, size, True, made)
+    else:
+        aegis.start(context, key, set_nonce(port, packet))
+        aegis.absorb(context, packet, size - TAG_BYTES)
+        aegis.end_absorbing(context)
+        aegis.finish(context, 0, made)
+    differs = load(made) ^ load_unaligned(tag)
+    return differs | (load(made + 8) ^ load_unaligned(tag + 8)) == 0
 
 
 @inline
@@ -157,14 +179,12 @@ def seal_aead(port: int, context: int, packet: int, size: int) -> None:
 @inline
 def is_authentic(port: int, flow: int, packet: int, size: int) -> bool:
     """Check the tag of a received packet; decrypt it in place where it is encrypted."""
-    mode, context = load(port + layout.PORT_PROTECTION), load(flow + layout.FLOW_OPEN)
+    mode, context = load(flow + layout.FLOW_PROTECTION), load(flow + layout.FLOW_OPEN)
     if mode == layout.PROTECT_NONE:
         return True
+    if mode >= layout.PROTECT_AEGIS_MAC:
+        return is_authentic_aegis(port, flow, packet, size)
     integer, tag = port + layout.PORT_INT, packet + size - TAG_BYTES
-    if mode == layout.PROTECT_GMAC:
-        ghash(port, 0, context, set_nonce(port, packet), NONCE_BYTES)
-        ghash(port, 1, context, packet, size - TAG_BYTES)
-        return ghash(port, 3, context, tag, TAG_BYTES) == 0
     clear = size - TAG_BYTES if mode == layout.PROTECT_MAC else HEADER_BYTES
     crypto(port, 3, context, 0, 0, 0, set_nonce(port, packet))
     crypto(port, 4, context, 0, integer, packet, clear)
@@ -244,7 +264,7 @@ def build(port: int, flow: int) -> None:
     if count == 0:
         store(group + layout.GROUP_SIZE, size)
     store(group + layout.GROUP_FIRST + 8 * count, load(group + layout.GROUP_VECTORS))
-    mode = load(port + layout.PORT_PROTECTION)
+    mode = load(flow + layout.FLOW_PROTECTION)
     packet = load(port + layout.PORT_SCRATCH) + index * layout.SCRATCH_PER_PATH
     packet += load(group + layout.GROUP_SCRATCH)
     store_unaligned(packet, VERSION << 4 | index << 8)
@@ -254,15 +274,18 @@ def build(port: int, flow: int) -> None:
     memcpy(packet + HEADER_BYTES, out + layout.OUT_CONTROL, control)
     at = packet + HEADER_BYTES + control
     add_bytes(group, vectors, packet, at - packet)
+    copies = mode == layout.PROTECT_AEAD or mode == layout.PROTECT_AEGIS
     for i in range(load(out + layout.OUT_NSEGMENTS)):
         segment = out + layout.OUT_SEGMENTS + i * layout.SEGMENT_BYTES
-        at = write_segment(flow, segment, group, vectors, at, mode == layout.PROTECT_AEAD)
+        at = write_segment(flow, segment, group, vectors, at, copies)
     add_bytes(group, vectors, at, TAG_BYTES)
     context = load(flow + layout.FLOW_SEAL)
     if mode == layout.PROTECT_MAC:
         seal_mac(port, context, packet, group, vectors, at)
-    elif mode == layout.PROTECT_GMAC:
-        seal_gmac(port, context, packet, group, vectors, at)
+    elif mode == layout.PROTECT_AEGIS_MAC:
+        seal_aegis_mac(port, context, packet, group, vectors, at)
+    elif mode == layout.PROTECT_AEGIS:
+        crypt_aegis(port, context, packet, size, False, at)
     elif mode == layout.PROTECT_AEAD:
         seal_aead(port, context, packet, size)
     else:

@@ -39,7 +39,7 @@ FLOW_NEW_BYTES, FLOW_REJECTED = 56, 64
 FLOW_TURN, FLOW_GRANT_TOTAL, FLOW_GRANT_DUE, FLOW_ARRIVED_ON = 72, 80, 88, 96
 FLOW_LOG = 104  # address of the event log of a test, 0: events go to the link
 FLOW_REACHED = 112  # a path has become OPEN
-FLOW_SEAL, FLOW_OPEN = 120, 128  # cipher contexts
+FLOW_SEAL, FLOW_OPEN = 120, 128  # cipher contexts; of AEGIS the keys
 FLOW_ABORTED = 136  # 1: the peer has sent its reason, which is in the link's text
 FLOW_GOODBYE = 144  # 1: the last acknowledgements are sent
 #: Admission of the peer (``wire.datagram.credit.SenderCredit``), used if FLOW_ADMITS is 1.
@@ -47,6 +47,9 @@ FLOW_WANTED, FLOW_ADMITTED, FLOW_RECEIVED, FLOW_CREDIT_TURN, FLOW_ADMITS = 152, 
 FLOW_PATHS, FLOW_STREAMS = 176, 184  # addresses
 #: Of a test with a log: memory where frames land, ``LANDING_BYTES`` per stream, 0: nowhere.
 FLOW_LANDING, LANDING_BYTES = 208, 1 << 17
+FLOW_PROTECTION = 216
+#: MAC and AEAD by PORT_CRYPTO (AES-128-GCM), and by AEGIS-128X2.
+PROTECT_NONE, PROTECT_MAC, PROTECT_AEAD, PROTECT_AEGIS_MAC, PROTECT_AEGIS = 0, 1, 2, 3, 4
 FLOW_BYTES = 256
 
 # ---- path
@@ -120,9 +123,6 @@ OUT_BYTES = 1 << 16
 PORT_FRAME = 0  # 48 bytes: an aligned copy of a frame header
 PORT_NSOCKETS = 48
 PORT_HASH, PORT_HASH_MASK = 56, 64  # table of (connection, flow), entries - 1
-PORT_PROTECTION = 72
-#: GMAC: MAC by PORT_GHASH instead of PORT_CRYPTO; the packets are the same.
-PROTECT_NONE, PROTECT_MAC, PROTECT_AEAD, PROTECT_GMAC = 0, 1, 2, 3
 PORT_STRANGERS = 80  # packets without a valid tag
 PORT_QUEUES = 88  # table of devices with queue pairs (``queue_layout``), 0: none
 PORT_SENDS, PORT_RECEIVES = 96, 104  # system calls
@@ -131,7 +131,7 @@ PORT_DROPPED = 112  # packets that the kernel did not take
 PORT_CRYPTO = 120
 PORT_OUT, PORT_BUFFER, PORT_VECTORS, PORT_SCRATCH = 176, 184, 192, 200  # addresses
 PORT_TIMEOUT = 208  # struct timespec
-PORT_NONCE, PORT_TAG, PORT_INT = 224, 240, 256
+PORT_NONCE, PORT_TAG, PORT_INT = 224, 240, 256  # the nonce ends with four zero bytes
 PORT_SOCKETS = 264  # fd, readable
 SOCKET_FD, SOCKET_READABLE, SOCKET_OVERFLOW, SOCKET_BYTES = 0, 8, 16, 24
 PORT_MESSAGE = PORT_SOCKETS + SOCKET_BYTES * MAX_PATHS  # struct msghdr
@@ -157,9 +157,13 @@ PORT_CREDIT = PORT_GROUPS + GROUP_BYTES * MAX_PATHS
 #: Grants over all peers (``wire.datagram.credit.Grantor``); a budget of 0: none are needed.
 PORT_BUDGET, PORT_CREDIT_RATE = PORT_CREDIT, PORT_CREDIT + 8
 PORT_ALLOWANCE, PORT_REFILLED, PORT_TURN = PORT_CREDIT + 16, PORT_CREDIT + 24, PORT_CREDIT + 32
-#: Functions of libcrypto's GHASH: set the nonce, add bytes, write the tag, check the tag.
-PORT_GHASH = PORT_CREDIT + 64
-PORT_BYTES = PORT_GHASH + 32
+#: AEGIS: state, a block that is not full, a copy of the state; bytes in the block, and absorbed.
+PORT_AEGIS = (PORT_CREDIT + 127) // 64 * 64
+AEGIS_STATE_BYTES = 256
+AEGIS_BLOCK, AEGIS_SAVED = AEGIS_STATE_BYTES, AEGIS_STATE_BYTES + 64
+AEGIS_FILLED = AEGIS_SAVED + AEGIS_STATE_BYTES
+AEGIS_SIZE = AEGIS_FILLED + 8
+PORT_BYTES = PORT_AEGIS + AEGIS_SIZE + 8
 #: Per path: iovecs of a group, and memory for headers, tags and ciphertext.
 VECTORS_PER_PATH, SCRATCH_PER_PATH = 1024, 1 << 18
 BUFFER_BYTES = 1 << 16

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import hmac
+from collections.abc import Iterable
 from typing import Protocol
 
 from miraccl.wire.datagram.packets import HEADER_BYTES, TAG_BYTES
@@ -19,13 +20,14 @@ from miraccl.wire.datagram.packets import HEADER_BYTES, TAG_BYTES
 KEY_BYTES = 16
 NONCE_BYTES = 12
 SETUP_NONCE_BYTES = 32
+AES_128_GCM, AEGIS_128X2 = "aes-128-gcm", "aegis-128x2"
+#: Ciphers, best first.
+CIPHERS = (AEGIS_128X2, AES_128_GCM)
 _NUMBER_AT = 8
 
 
 class Protection(enum.Enum):
-    """Protection of packets: GMAC over all bytes, AES-128-GCM encryption, or none (by name
-    only).
-    """
+    """Protection of packets: a tag over all bytes, encryption as well, or none (by name only)."""
 
     MAC = "mac"
     AEAD = "aead"
@@ -33,7 +35,10 @@ class Protection(enum.Enum):
 
 
 class Cipher(Protocol):
-    """AES-128-GCM with one key (NIST SP 800-38D)."""
+    """AES-128-GCM (NIST SP 800-38D) or AEGIS-128X2 with one key.
+
+    Without plaintext, the tag is a MAC of the associated data.
+    """
 
     def seal(self, nonce: bytes, aad: bytes, plain: bytes) -> bytes:
         """Return the ciphertext followed by the tag of 16 bytes."""
@@ -42,6 +47,12 @@ class Cipher(Protocol):
     def open(self, nonce: bytes, aad: bytes, sealed: bytes) -> bytes | None:
         """Return the plaintext, or None if the tag does not match."""
         ...
+
+
+def common_cipher(own: Iterable[str], peer: Iterable[str]) -> str:
+    """Return the best cipher that both sides compute; both compute AES-128-GCM."""
+    both = set(own) & set(peer)
+    return next((name for name in CIPHERS if name in both), AES_128_GCM)
 
 
 def derive_key(
