@@ -170,7 +170,9 @@ class PortRange(NamedTuple):
     last: int = 0
 
     def __str__(self) -> str:
-        return f"{self.first}-{self.last}" if self.first else ""
+        if self.first == self.last:
+            return str(self.first or "")
+        return f"{self.first}-{self.last}"
 
 
 def parse_port_range(text: str) -> PortRange:
@@ -180,6 +182,12 @@ def parse_port_range(text: str) -> PortRange:
     if not 1 <= first <= last <= 65535:
         raise ValueError("allowed are a port from 1 to 65535 and a range such as 20000-20099")
     return PortRange(first, last)
+
+
+def parse_net(text: str) -> str:
+    """Parse ``udp`` or ``plugin:PATH``; the name in any case, the path as it is."""
+    name, colon, path = text.partition(":")
+    return name.strip().lower() + colon + path.strip()
 
 
 def _parse_debug(text: str) -> str:
@@ -310,7 +318,7 @@ HOSTID = declare(
 NET = declare(
     "NET",
     "auto",
-    str,
+    parse_net,
     "Transport between hosts: auto, tcp, udp, plugin:PATH, or the name of another one.",
     kind="text",
 )
@@ -336,7 +344,8 @@ NET_PORT_RANGE = declare(
     PortRange(),
     parse_port_range,
     "TCP and UDP ports on which ranks listen, such as 20000-20099, for firewalls; empty: the "
-    "kernel chooses. A rank needs one port per communicator while it connects.",
+    "kernel chooses. A rank needs one port per communicator while it connects, and over UDP "
+    "UDP_PORTS of them per communicator for as long as it lives.",
     kind="ports",
 )
 SOCKET_NTHREADS = declare(

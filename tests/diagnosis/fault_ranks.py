@@ -280,9 +280,11 @@ def until(right: Callable[[dict[int, dict[str, Any]]], bool], session: Any) -> N
 def other_settings(field: str) -> Any:
     """Rank 1 was started with another setting than the others."""
     odd = os.environ["MIRACCL_RANK"] == "1"
-    given: Any = {"algo": "ring", "deterministic": True, "buffsize": 1 << 20}[field]
+    given: dict[str, Any] = {"algo": "ring", "deterministic": True, "buffsize": 1 << 20}
+    if odd and field == "net":
+        os.environ["MIRACCL_NET"] = "udp"
     try:
-        miraccl.init(timeout=10, **({field: given} if odd else {}))
+        miraccl.init(timeout=10, **({field: given[field]} if odd and field in given else {}))
     except MiracclError as error:
         return seen(error)
     return {"type": "none"}

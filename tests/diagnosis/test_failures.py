@@ -264,7 +264,7 @@ def test_lists_of_ranks_and_values_are_told_apart() -> None:
     assert found.endswith(": count is 4 on ranks 0, 2 and 3, 5 on rank 1")
 
 
-@pytest.mark.parametrize("field", ["algo", "deterministic", "buffsize"])
+@pytest.mark.parametrize("field", ["algo", "deterministic", "buffsize", "net"])
 def test_different_settings_are_a_plan_mismatch(field: str) -> None:
     for got in values(rank_outcomes(fault_ranks.other_settings, 3, field, timeout=30)):
         assert got["type"] == "PlanMismatch", got

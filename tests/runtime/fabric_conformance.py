@@ -33,6 +33,7 @@ CONFIG = AgreedConfig(
     deterministic=False,
     buffsize=0,
     single_copy="",
+    net="auto",
     constants=CpuConstants().to_json(),
 )
 Open = Callable[..., list[Any]]

@@ -57,6 +57,16 @@ def test_nccl_flags_are_numbers_or_words() -> None:
     assert values == {"1": 1, "0x2": 2, "yes": 1, "off": 0}
 
 
+def test_names_of_networks_in_any_case() -> None:
+    for text, name in ((" UDP", "udp"), ("Plugin:/A/b.so", "plugin:/A/b.so"), ("", "auto")):
+        assert params.NET.read({"MIRACCL_NET": text}) == name
+
+
+def test_a_port_is_a_range() -> None:
+    assert str(params.parse_port_range("20000")) == "20000"
+    assert str(params.parse_port_range("20000-20001")) == "20000-20001"
+
+
 def test_debug_levels_match() -> None:
     assert tuple(trace.LEVELS) == params.DEBUG_LEVELS
 

@@ -25,6 +25,8 @@ def agreed_config(options: Options, constants: CpuConstants | None) -> AgreedCon
         deterministic=options.deterministic,
         buffsize=options.buffsize,
         single_copy=options.single_copy,
+        # the file of a plugin may have another path on each host
+        net=params.NET.read().partition(":")[0],
         constants=(constants or prepare()).to_json(),
     )
 

@@ -33,6 +33,7 @@ class AgreedConfig:
     deterministic: bool
     buffsize: int
     single_copy: str
+    net: str
     constants: str
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,6 +141,7 @@ def check_agreement(configs: Sequence[Mapping[str, Any]]) -> None:
                 f"{value} on rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}"
                 for value, who in groups.items()
             )
+            settings = "MIRACCL_NET" if field == "net" else "settings"
             raise PlanMismatch(
-                f"ranks disagree on {field}: {text}", hint="give all ranks the same settings"
+                f"ranks disagree on {field}: {text}", hint=f"give all ranks the same {settings}"
             )

@@ -16,7 +16,7 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from miraccl.errors import InvalidUsage, SystemFailure
+from miraccl.errors import InvalidUsage, SystemFailure, did_you_mean
 from miraccl.transport.base import (
     Capability,
     Endpoint,
@@ -128,7 +128,8 @@ def allowed(net: str = AUTO) -> list[TransportSpec]:
     given, net = net, net.partition(":")[0]  # plugin:PATH
     if net != AUTO and net not in networks:
         raise InvalidUsage(
-            f"cannot use MIRACCL_NET={given}: allowed are {', '.join([AUTO, *networks])}"
+            f"cannot use MIRACCL_NET={given}: allowed are {', '.join([AUTO, *networks])}",
+            hint=did_you_mean(net, [AUTO, *networks]),
         )
     return [
         spec
