@@ -13,7 +13,13 @@ from miraccl import clock
 from miraccl.proxy import Proxy
 from miraccl.proxy.datagram_engine import DatagramEngine
 from miraccl.transport.base import DatagramOptions, Endpoint
-from miraccl.transport.datagram import DatagramTransport, SocketInfo, paths_between
+from miraccl.transport.datagram import (
+    DatagramInfo,
+    DatagramTransport,
+    SocketInfo,
+    paths_between,
+    shared_family_first,
+)
 from miraccl.transport.fifo import PrivateMemory, memory_at
 from miraccl.transport.registry import UDP
 from miraccl.wire.datagram.seal import AES_128_GCM, common_cipher
@@ -134,6 +140,28 @@ def test_a_host_with_fewer_interfaces_uses_the_nearest_one() -> None:
     a = sockets(("10.0.0.1", 1), ("10.9.0.1", 2))
     (path,) = paths_between(a, sockets(("10.9.0.2", 3)), first=False)
     assert (path.socket, path.port) == (1, 3)
+
+
+def test_ranks_of_one_host_use_loopback_alone() -> None:
+    world = World(transports={})
+    with world.cleanup:
+        transport = build_rank(world, 0, addresses=("127.0.0.1", "127.0.0.2"))
+        hosts = {s.host for s in DatagramInfo.decode(transport.setup()).sockets}
+        assert hosts == {"127.0.0.1"}
+
+
+def test_ranks_use_a_family_that_all_have() -> None:
+    def rank(number: int, *addresses: str) -> Endpoint:
+        return Endpoint(rank=number, hostid=f"h{number}", pid=1, addresses=addresses)
+
+    v4, v6 = ("10.0.0.1", "10.1.0.1"), ("fd00::1",)
+    first, second = rank(0, *v4, *v6), rank(1, *v6, *v4)
+    assert shared_family_first(first, [second]).addresses == (*v4, *v6)
+    assert shared_family_first(second, [first]).addresses == (*v4, *v6)
+    for only in (rank(2, *v6), rank(2, *v4)):
+        for one, other in ((first, second), (second, first)):
+            ordered = shared_family_first(one, [other, only]).addresses
+            assert ordered[0] == only.addresses[0]
 
 
 class EngineWithoutAegis(DatagramEngine):

@@ -78,6 +78,16 @@ def family_of(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
+def data_addresses(addresses: Sequence[str]) -> list[str]:
+    """Return the addresses of a rank that carry data: those of the family of the best one.
+
+    Ranks that announce loopback share a host, where another address would add no network.
+    """
+    if addresses and ipaddress.ip_address(addresses[0].partition("%")[0]).is_loopback:
+        return [addresses[0]]
+    return [a for a in addresses if family_of(a) == family_of(addresses[0])]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PeerStreams:
     """Listening addresses of a peer, and the number of streams that the two ranks agree on."""

@@ -15,9 +15,9 @@ from __future__ import annotations
 import ipaddress
 import json
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from miraccl import clock, params
@@ -46,7 +46,7 @@ from miraccl.transport.base import (
     TransportContext,
     proxied_pair,
 )
-from miraccl.transport.connect_round import family_of
+from miraccl.transport.connect_round import data_addresses, family_of
 from miraccl.transport.fifo import check_slot_bytes, slot_bytes_for
 from miraccl.wire.datagram.control import controller
 from miraccl.wire.datagram.credit import UNSOLICITED_BYTES
@@ -267,8 +267,7 @@ class DatagramTransport(Transport):
         return encoded
 
     def _open_sockets(self) -> tuple[SocketInfo, ...]:
-        addresses = self._endpoint.addresses
-        rails = [a for a in addresses if family_of(a) == family_of(addresses[0])]
+        rails = data_addresses(self._endpoint.addresses)
         opened: list[SocketInfo] = []
         problem = SystemFailure("cannot open UDP sockets: the host has no address", rank=self.rank)
         for address in rails[: max(1, MAX_PATHS // self._options.ports)]:
@@ -426,9 +425,10 @@ class DatagramTransport(Transport):
         by = "" if options.protection == Protection.NONE.value else f" ({cipher})"
         smallest = min(path.mtu for path in paths)
         return (
-            f"{len(paths)} path{'s' * (len(paths) > 1)}, congestion control {options.congestion}, "
-            f"protection {options.protection}{by}, packets of {smallest} bytes, GPU data staged in "
-            "host memory over the same paths"
+            f"{len(paths)} path{'s' * (len(paths) > 1)}, congestion control {options.congestion} "
+            f"({controller(options.congestion).summary}), protection {options.protection}{by}, "
+            f"admission {options.admission}, packets of {smallest} bytes, GPU data staged in host "
+            "memory over the same paths"
         )
 
     def close(self) -> None:
@@ -562,11 +562,26 @@ def _common_bits(a: str, b: str) -> int:
     return x.max_prefixlen - (int(x) ^ int(y)).bit_length() if x.version == y.version else -1
 
 
+def shared_family_first(endpoint: Endpoint, peers: Iterable[Endpoint]) -> Endpoint:
+    """Return ``endpoint`` with the addresses first whose family all ranks use.
+
+    It is that of the lowest rank's best address if all ranks have it: the best addresses of two
+    hosts differ in family where each finds the rendezvous by another one.
+    """
+    ranks = sorted([endpoint, *peers], key=lambda e: e.rank)
+    families = [{family_of(a) for a in each.addresses} for each in ranks]
+    first = family_of(ranks[0].addresses[0])
+    if not all(first in each for each in families):
+        first = min(set.intersection(*families), default=first)
+    ordered = sorted(endpoint.addresses, key=lambda a: family_of(a) != first)
+    return replace(endpoint, addresses=tuple(ordered))
+
+
 def open_transport(context: TransportContext) -> DatagramTransport:
     """Open UDP for ``context``; see ``registry.TransportSpec``."""
     assert context.proxy is not None, "UDP needs a proxy"
     return DatagramTransport(
-        context.endpoint,
+        shared_family_first(context.endpoint, context.peers.values()),
         proxy=cast(DatagramPort, context.proxy()),
         secret=context.secret,
         job=context.job,

@@ -41,6 +41,7 @@ from miraccl.transport.connect_round import (
     ConnectRound,
     PeerStreams,
     ProvenStream,
+    data_addresses,
     family_of,
     set_tcp_options,
 )
@@ -168,7 +169,9 @@ class SocketTransport(Transport):
         self._proxy = proxy
         self._key = derive_key(secret, job)
         self._slot_bytes = check_slot_bytes(slot_bytes)
-        self._options = options or SocketOptions.from_environment(nrails=len(self._rails()))
+        self._options = options or SocketOptions.from_environment(
+            nrails=len(data_addresses(endpoint.addresses))
+        )
         self._timeout = timeout
         self._linger = linger
         self._listeners: list[socket.socket] = []
@@ -177,16 +180,6 @@ class SocketTransport(Transport):
         self._connected: dict[int, FifoPair] = {}
         self._streams: dict[int, list[socket.socket]] = {}
         self._closed = False
-
-    def _rails(self) -> list[str]:
-        """Addresses of this rank that carry data: those of the family of the best one.
-
-        Ranks that announce loopback share a host, where another address would add no network.
-        """
-        addresses = self._endpoint.addresses
-        if addresses and ipaddress.ip_address(addresses[0].partition("%")[0]).is_loopback:
-            return [addresses[0]]
-        return [a for a in addresses if family_of(a) == family_of(addresses[0])]
 
     def setup(self) -> bytes:
         """Listen on a free port of each address, leaving out addresses that cannot be bound.

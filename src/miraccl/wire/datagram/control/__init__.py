@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miraccl.errors import InvalidUsage
+from miraccl.errors import InvalidUsage, did_you_mean
 from miraccl.wire.datagram.control.base import RATE, WINDOW, AckSample, Controller
 from miraccl.wire.datagram.control.bbr import BBR
 from miraccl.wire.datagram.control.cubic import CUBIC
@@ -23,4 +23,7 @@ def controller(name: str) -> Controller:
         return CONTROLLERS[name]
     except KeyError:
         allowed = ", ".join(sorted(CONTROLLERS))
-        raise InvalidUsage(f"no congestion control {name!r}; allowed are {allowed}") from None
+        raise InvalidUsage(
+            f"cannot use the congestion control {name!r}: allowed are {allowed}",
+            hint=did_you_mean(name, CONTROLLERS),
+        ) from None

@@ -86,7 +86,7 @@ def timeout(state: State, now: int, packet: int) -> None:
 NSCC = Controller(
     "nscc",
     "UEC 1.0 NSCC; Bonato et al., SMaRTT-REPS, arXiv 2404.01630",
-    "combines ECN marks and delay; adapts at once to heavy loss",
+    "combines ECN marks and delay, adapts at once to heavy loss",
     initial,
     acked,
     lost,

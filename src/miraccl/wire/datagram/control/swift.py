@@ -90,7 +90,7 @@ def timeout(state: State, now: int, packet: int) -> None:
 SWIFT = Controller(
     "swift",
     "Kumar et al., Swift, SIGCOMM 2020",
-    "keeps the queueing delay at 0.4 ms; tolerates loss without delay",
+    "keeps the queueing delay at 0.4 ms, tolerates loss without delay",
     initial,
     acked,
     lost,
