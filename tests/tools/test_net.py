@@ -8,6 +8,7 @@ import random
 import socket
 import struct
 import subprocess
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,18 @@ def test_devices_of_this_host() -> None:
     (loopback,) = [d for d in record["devices"] if d["details"]["loopback"]]
     assert (loopback["state"], loopback["use"]) == ("up", "loopback")
     assert "lo" in CliRunner().invoke(cli.cli, ["net", "devices"]).output
+
+
+def test_settings_that_end_ranks_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value, found in (
+        ("MIRACCL_SOCKET_IFNAME", "nope0", "missing  interfaces: cannot use MIRACCL_SOCKET_IFNAME"),
+        ("MIRACCL_NET_PORT_RANGE", "70000", "missing  settings: MIRACCL_NET_PORT_RANGE='70000'"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            result = CliRunner().invoke(cli.cli, ["net", "devices"])
+            assert (result.exit_code, found in result.output) == (1, True), result.output
+            assert "65536" in result.output  # loopback
 
 
 def test_a_provider_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +226,66 @@ def test_socket_of_a_dead_process_is_removed(runtime_folder: Path) -> None:
     assert not path.exists()
 
 
+def test_watch_writes_lines_to_a_file(
+    runtime_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = net_status.StatusServer()
+    status = PathStatus(peer=1, transport="udp", path=3, sent_bytes=7)
+    source = net_status.PathSource(name="world", rank=0, nranks=2, paths=lambda: [status])
+    monkeypatch.setattr("miraccl.clock.sleep", lambda seconds: None)
+    server.add(source)
+    try:
+        target = runtime_folder / "lines"
+        words = ["net", "watch", "--count", "2", "--json", str(target)]
+        result = CliRunner().invoke(cli.cli, words)
+    finally:
+        server.remove(source)
+    assert (result.exit_code, result.output) == (0, "")
+    lines = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [(line["transport"], line["path"]) for line in lines] == [("udp", 3)] * 2
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def test_a_server_that_does_not_run_is_named() -> None:
+    target = f"127.0.0.1:{free_port()}"
+    for words, server in (
+        (["probe", target], "probe --listen"),
+        (["bench", "--client", target], "bench --server"),
+    ):
+        result = CliRunner().invoke(cli.cli, ["net", *words, "--wait", "0.2"])
+        text = str(result.exception)
+        assert f"cannot reach the other end within 0.2 s: {target}: " in text
+        assert f"miraccl net {server} must run there" in text
+
+
+def test_a_client_that_does_not_come() -> None:
+    words = ["net", "probe", "--listen", "--wait", "0.2", "--port", str(free_port())]
+    result = CliRunner().invoke(cli.cli, words)
+    assert "of this host only, as MIRACCL_SECRET is not set" in result.output
+    assert str(result.exception) == "no client came within 0.2 s"
+
+
+def test_ends_that_measure_different_things() -> None:
+    port, errors = free_port(), []
+
+    def open_end(end: Any) -> None:
+        with pytest.raises(InvalidUsage) as caught, end:
+            pass
+        errors.append(str(caught.value))
+
+    server = threading.Thread(target=open_end, args=[pair.serve("bench", port, timeout=20)])
+    server.start()
+    open_end(pair.join("probe", "127.0.0.1", port, timeout=20))
+    server.join(30)
+    assert errors == 2 * [
+        "cannot measure: the server runs miraccl net bench, the client miraccl net probe"
+    ]
+
+
 @pytest.mark.multiprocess
 def test_both_ends_of_a_bench(tmp_path: Path) -> None:
     target = tmp_path / "rows.json"
@@ -230,9 +303,7 @@ def test_both_ends_of_a_bench(tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_probe_of_this_host(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = str(listener.getsockname()[1])
-    command = [warm_python(), "-m", "miraccl", "net", "probe", "--port", port]
+    command = [warm_python(), "-m", "miraccl", "net", "probe", "--port", str(free_port())]
     with subprocess.Popen([*command, "--listen", "--json", str(tmp_path / "there")]) as server:
         options = ["--count", "16", "--flows", "4", "--seconds", "0.01", "--json", "-"]
         done = subprocess.run(
@@ -268,3 +339,17 @@ def test_doctor_explains_the_network() -> None:
     found = {f["name"]: f["found"] for f in json.loads(result.output)}
     assert found["transport"].startswith("MIRACCL_NET=auto: tcp, addresses of a common family")
     assert {"tcp", "rmem_max", "ports"} <= set(found)
+
+
+def test_doctor_explains_a_network_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for net, status, found in (
+        ("udp", "ok", "not tcp: MIRACCL_NET=udp;"),
+        ("tcpp", "missing", "cannot use MIRACCL_NET=tcpp: allowed are auto, tcp, udp"),
+    ):
+        monkeypatch.setenv("MIRACCL_NET", net)
+        result = CliRunner().invoke(cli.cli, ["doctor", "--net", "--json", "-"])
+        findings = {f["name"]: f for f in json.loads(result.output)}
+        assert findings["transport"]["status"] == status
+        assert found in findings["transport"]["found"]
+        assert result.exit_code == (status == "missing")
+        assert "congestion control swift (keeps" in findings["udp"]["found"]

@@ -24,6 +24,7 @@ class BenchRequest:
     port: int | None
     wait: float
     net: str
+    announce: pair.Announce = pair.announce_nothing
 
 
 Show = Callable[[bench.BenchRow], None]
@@ -59,11 +60,15 @@ def run_end(request: BenchRequest, end: str, show: Show) -> Result:
     """Measure as the server, or as the client of the server ``end``."""
     if end == "server":
         port = request.port or pair.DEFAULT_PORT
-        opened = pair.serve(port, timeout=request.wait, net=request.net)
+        opened = pair.serve(
+            "bench", port, timeout=request.wait, net=request.net, announce=request.announce
+        )
     else:
         host, given = pair.parse_target(end)
         port = request.port or given
-        opened = pair.join(host, port, timeout=request.wait, net=request.net)
+        opened = pair.join(
+            "bench", host, port, timeout=request.wait, net=request.net, announce=request.announce
+        )
     rows, peers = [], []
     with opened as two:
         for row in bench.measure(two, request.sizes, request.seconds):
@@ -85,7 +90,8 @@ def run_end(request: BenchRequest, end: str, show: Show) -> Result:
 def _run_both(request: BenchRequest, show: Show) -> Result:
     """Run both ends as processes of this host."""
     warm_up()
-    request = replace(request, port=request.port or free_port())
+    port = request.port or free_port()
+    request = replace(request, port=port, announce=pair.announce_nothing)
     with Ranks(_end_main, 2, (request,)) as ranks:
         rows: list[bench.BenchRow] = []
         while ranks.running:

@@ -60,7 +60,8 @@ def devices(json_target: str | None) -> None:
     """Show the network devices of this host: state, speed, MTU, NUMA node, offloads, errors.
 
     Below the table: what costs speed or fails, and what to do. `used` says whether a rank would
-    carry data over the device with the current settings.
+    carry data over the device with the current settings. The exit status is 1 if ranks would end
+    with an error, such as for settings that match no interface.
     """
     from dataclasses import asdict
 
@@ -75,8 +76,10 @@ def devices(json_target: str | None) -> None:
                 "findings": [asdict(finding) for finding in report.findings],
             },
         )
-        return
-    print(render(report))
+    else:
+        print(render(report))
+    if any(finding.status == "missing" for finding in report.findings):
+        sys.exit(1)
 
 
 @net.command(short_help="Measure round trips, loss, paths and MTU to a host.")
@@ -133,7 +136,8 @@ def probe(
         raise click.UsageError("give either HOST or --listen")
     _check_plot(plot)
     if listen:
-        with pairs.serve(port or pairs.DEFAULT_PORT, timeout=wait, net=net) as pair:
+        where = port or pairs.DEFAULT_PORT
+        with pairs.serve("probe", where, timeout=wait, net=net, announce=_announce) as pair:
             result = probes.respond(pair, wait)
         if json_target:
             write_json(json_target, result)
@@ -143,7 +147,7 @@ def probe(
     host, given = pairs.parse_target(str(target))
     options = probes.ProbeOptions(count=count, rate=rate, flows=flows, seconds=seconds)
     with (
-        pairs.join(host, port or given, timeout=wait, net=net) as pair,
+        pairs.join("probe", host, port or given, timeout=wait, net=net, announce=_announce) as pair,
         _progress("probing flows", None) as advance,
     ):
         result, reports = probes.run_probe(pair, options, advance)
@@ -247,6 +251,7 @@ def bench(
         port=port,
         wait=wait,
         net=net,
+        announce=_announce,
     )
     quiet = json_target == "-"
     with _progress("measuring", len(sizes)) as advance:
@@ -271,10 +276,16 @@ def bench(
 @click.option(
     "--count", type=click.IntRange(0), default=0, help="Number of updates.  [default: to the end]"
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per path and update.")
+@click.option(
+    "--json",
+    "json_target",
+    type=OutputFile(),
+    metavar="FILE",
+    help="Write one JSON object per path and update, a line each; - is standard output.",
+)
 @plot_option
 def watch(
-    pids: tuple[int, ...], interval: float, count: int, as_json: bool, plot: str | None
+    pids: tuple[int, ...], interval: float, count: int, json_target: str | None, plot: str | None
 ) -> None:
     """Show the network paths of your processes on this host: rate, round trip, loss, state.
 
@@ -287,11 +298,14 @@ def watch(
 
     _check_plot(plot)
     series: dict[str, list[tuple[float, float]]] = {}
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+        lines = stack.enter_context(click.open_file(json_target, "w")) if json_target else None
         for time, rows in watching.watch(pids, interval, count):
-            if as_json:
+            if lines:
                 for row in rows:
-                    print(json.dumps({"time": round(time, 3), **row.to_dict()}), flush=True)
+                    record = {"time": round(time, 3), **row.to_dict()}
+                    print(json.dumps(record), file=lines, flush=True)
             else:
                 if sys.stdout.isatty():
                     print("\x1b[H\x1b[2J", end="")
@@ -304,6 +318,11 @@ def watch(
         from miraccl.tools.net.plot import draw_watch
 
         draw_watch(series, plot)
+
+
+def _announce(text: str) -> None:
+    """Print a line that does not mix with results."""
+    click.echo(text, err=True)
 
 
 def _check_plot(target: str | None) -> None:

@@ -142,10 +142,11 @@ def render(report: DeviceReport) -> str:
         for device in report.devices
     ]
     lines = [format_table(COLUMNS, rows)]
+    width = max((4, *(len(f.status) for f in report.findings)))
     for finding in report.findings:
-        lines.append(f"{finding.status:<5} {finding.name}: {finding.found}")
+        lines.append(f"{finding.status:<{width}}  {finding.name}: {finding.found}")
         if finding.advice:
-            lines.append(f"      -> {finding.advice}")
+            lines.append(f"{'':<{width}}  -> {finding.advice}")
     return "\n".join(lines)
 
 

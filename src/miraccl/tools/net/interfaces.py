@@ -8,7 +8,7 @@ import os
 import socket
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from miraccl import params
@@ -37,18 +37,27 @@ UDP_SEGMENT = 103  # linux/udp.h
 def report() -> DeviceReport:
     """Return all interfaces of this host, loopback included, and what is wrong."""
     addresses = {i.name: i for i in list_interfaces()}
-    used = _used_addresses()
+    used: set[str] = set()
+    findings: list[DoctorFinding] = []
+    with _reported(findings, "interfaces"):  # the addresses of a rank without a rendezvous
+        chosen, _ = choose_addresses()
+        used = {*chosen, *rail_addresses(chosen)}
     devices = [read_interface(name, addresses.get(name), used) for _, name in socket.if_nameindex()]
-    findings = [*examine(devices), *examine_host(read_host(), params.SOCKET_BUFFER.read())]
+    findings += examine(devices, selected=not findings)
+    with _reported(findings, "settings"):
+        findings += examine_host(read_host(), params.SOCKET_BUFFER.read())
     return DeviceReport(devices=tuple(devices), findings=tuple(findings))
 
 
-def _used_addresses() -> set[str]:
-    """Return the addresses that a rank without a rendezvous would announce."""
-    with contextlib.suppress(MiracclError):
-        chosen, _ = choose_addresses()
-        return {*chosen, *rail_addresses(chosen)}
-    return set()
+@contextlib.contextmanager
+def _reported(findings: list[DoctorFinding], name: str) -> Iterator[None]:
+    """Make a finding of an error with which ranks would end."""
+    try:
+        yield
+    except MiracclError as error:
+        findings.append(
+            DoctorFinding(name=name, status="missing", found=error.message, advice=error.hint or "")
+        )
 
 
 def read_interface(name: str, known: Interface | None, used: set[str]) -> NetDevice:
@@ -111,8 +120,11 @@ def read_offloads(name: str) -> dict[str, bool]:
     return found
 
 
-def examine(devices: Sequence[NetDevice]) -> list[DoctorFinding]:
-    """Return what is wrong with interfaces, and what to do."""
+def examine(devices: Sequence[NetDevice], *, selected: bool = True) -> list[DoctorFinding]:
+    """Return what is wrong with interfaces, and what to do.
+
+    ``selected``: the settings name interfaces that exist, or none.
+    """
     findings: list[DoctorFinding] = []
 
     def note(device: str, found: str, advice: str) -> None:
@@ -137,7 +149,7 @@ def examine(devices: Sequence[NetDevice]) -> list[DoctorFinding]:
             note(device.name, "MTU 1500 on a fast interface", advice)
         findings += _examine_counters(device)
     findings += _examine_mtus(devices)
-    if not any(device.used and not device.details.get("loopback") for device in devices):
+    if selected and not any(d.used and not d.details.get("loopback") for d in devices):
         note(
             "interfaces",
             "none to other hosts: loopback only",

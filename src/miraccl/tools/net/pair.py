@@ -11,8 +11,8 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 from miraccl import params
 from miraccl.api.communicator import Communicator
@@ -20,7 +20,7 @@ from miraccl.bootstrap import HubServer, UniqueId, connect, create_hub
 from miraccl.bootstrap.interfaces import is_loopback
 from miraccl.bootstrap.session import LinkSession
 from miraccl.deadline import Deadline
-from miraccl.errors import InvalidUsage
+from miraccl.errors import AuthenticationError, BootstrapError, InvalidUsage
 from miraccl.runtime.core_access import core_access
 from miraccl.runtime.options import Options
 from miraccl.runtime.setup_phases import SetupPhases
@@ -28,6 +28,12 @@ from miraccl.transport.registry import TransportChoice
 
 DEFAULT_PORT = 29400
 SERVER, CLIENT = 0, 1
+Tool = Literal["probe", "bench"]
+Announce = Callable[[str], None]
+
+
+def announce_nothing(text: str) -> None:
+    """Announce nothing."""
 
 
 class HostPair:
@@ -89,27 +95,49 @@ def pair_secret(local: bool) -> bytes:
 
 
 @contextlib.contextmanager
-def serve(port: int, *, timeout: float, net: str = "") -> Iterator[HostPair]:
-    """Listen for a client and yield the pair; without MIRACCL_SECRET on loopback only."""
+def serve(
+    tool: Tool, port: int, *, timeout: float, net: str = "", announce: Announce = announce_nothing
+) -> Iterator[HostPair]:
+    """Listen for a client and yield the pair; without MIRACCL_SECRET on loopback only.
+
+    Args:
+        announce: Called with a line that says where the client is awaited.
+    """
     local = not params.SECRET.read()
     _, hub = create_hub(
         nranks=2, hosts=["127.0.0.1" if local else ""], port=port, secret=pair_secret(local)
     )
-    with _joined(("127.0.0.1", port), SERVER, timeout, net, hub=hub) as pair:
+    where = "of this host only, as MIRACCL_SECRET is not set" if local else "of all interfaces"
+    announce(f"listening at port {port} {where}, for {timeout:g} s")
+    with _joined(tool, ("127.0.0.1", port), SERVER, timeout, net, hub=hub) as pair:
         yield pair
 
 
 @contextlib.contextmanager
-def join(host: str, port: int, *, timeout: float, net: str = "") -> Iterator[HostPair]:
-    """Connect to a server and yield the pair."""
-    with _joined((host, port), CLIENT, timeout, net) as pair:
+def join(
+    tool: Tool,
+    host: str,
+    port: int,
+    *,
+    timeout: float,
+    net: str = "",
+    announce: Announce = announce_nothing,
+) -> Iterator[HostPair]:
+    """Connect to a server and yield the pair; arguments as for ``serve``."""
+    announce(f"connecting to {host} port {port}, for {timeout:g} s")
+    with _joined(tool, (host, port), CLIENT, timeout, net) as pair:
         pair.host = host
         yield pair
 
 
 @contextlib.contextmanager
 def _joined(
-    address: tuple[str, int], rank: int, timeout: float, net: str, hub: HubServer | None = None
+    tool: Tool,
+    address: tuple[str, int],
+    rank: int,
+    timeout: float,
+    net: str,
+    hub: HubServer | None = None,
 ) -> Iterator[HostPair]:
     local = is_loopback(address[0]) and (hub is None or not params.SECRET.read())
     with _environment(rank, net):
@@ -120,15 +148,47 @@ def _joined(
             session = connect(
                 unique_id, rank, 2, deadline, session_timeout=options.timeout, hub=hub
             )
+            _check_tool(session, tool)
         except BaseException as error:
             if hub is not None:
                 hub.close_after_error(error)
+            if isinstance(error, BootstrapError):
+                raise _explain(error, tool, rank, timeout) from None
             raise
         # The deadline of the rendezvous may be far in the future; the set-up has its usual one.
         phases = SetupPhases(session, Deadline.after(params.BOOTSTRAP_TIMEOUT.read()))
         comm = Communicator.from_session(session, options, setup=phases)
         with comm:
             yield HostPair(session, comm, "")
+
+
+def _check_tool(session: LinkSession, tool: Tool) -> None:
+    """Raise if the other end measures something else: its messages would never match."""
+    tools = [data.decode() for data in session.all_gather(tool.encode(), "net tool")]
+    if tools != [tool, tool]:
+        server, client = tools
+        raise InvalidUsage(
+            f"cannot measure: the server runs miraccl net {server}, the client miraccl net {client}"
+        )
+
+
+def _explain(error: BootstrapError, tool: Tool, rank: int, timeout: float) -> BootstrapError:
+    """Return an error that does not speak of the ranks of a job."""
+    if isinstance(error, AuthenticationError):
+        return AuthenticationError(
+            "cannot connect: the other end has another secret",
+            hint="give both ends the same MIRACCL_SECRET",
+        )
+    if rank == SERVER:
+        # "...did not join within...; a connection from HOST did not know the secret"
+        _, _, notes = error.message.partition("; ")
+        return BootstrapError(f"no client came within {timeout:g} s" + f"; {notes}" * bool(notes))
+    _, _, reason = error.message.rpartition("before the deadline: ")
+    option = {"probe": "--listen", "bench": "--server"}[tool]
+    return BootstrapError(
+        f"cannot reach the other end within {timeout:g} s: {reason}",
+        hint=f"miraccl net {tool} {option} must run there, and firewalls let its port pass",
+    )
 
 
 @contextlib.contextmanager
