@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,14 @@ def test_a_ring_of_puts() -> None:
 def test_signals_need_a_window() -> None:
     with miraccl.init() as comm, pytest.raises(miraccl.InvalidUsage, match="make a window first"):
         comm.signal(0)
+
+
+def test_agents_listen_in_the_range_of_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        first = int(taken.getsockname()[1])
+        monkeypatch.setenv("MIRACCL_NET_PORT_RANGE", f"{first}-{first + 20}")
+        with miraccl.Agent("a", host="127.0.0.1", secret="s") as agent:
+            assert first < int(agent.address.rpartition(":")[2]) <= first + 20
 
 
 def nixl_pair() -> tuple[Any, Any]:

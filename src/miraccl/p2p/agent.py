@@ -27,6 +27,7 @@ from miraccl.p2p.peer import Peer
 from miraccl.p2p.registration import AccessLines, RegionTable, Registration
 from miraccl.p2p.serving import ServedStream
 from miraccl.p2p.transfer import Background
+from miraccl.sockets import open_in_range
 from miraccl.wire.p2p import AGENT_BYTES, AgentWelcome, Introduction, Ready
 
 log = trace.logger("p2p")
@@ -44,7 +45,7 @@ class Agent:
         secret: Text or 32 bytes that all agents of the job share, default MIRACCL_SECRET.
         timeout: Default deadline of every call and transfer, in seconds; default MIRACCL_TIMEOUT.
         host: Address to listen at, default MIRACCL_P2P_HOST.
-        port: Port to listen at; 0 chooses one.
+        port: Port to listen at; 0 chooses one, of MIRACCL_NET_PORT_RANGE.
 
     Attributes:
         address: The ``host:port`` for ``connect`` of other agents.
@@ -106,7 +107,7 @@ class Agent:
         )
 
     def _listen(self, host: str, port: int) -> socket.socket:
-        with as_system_failure(f"cannot listen at {host}:{port}"):
+        def listen_at(port: int) -> socket.socket:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             try:
@@ -117,6 +118,11 @@ class Agent:
                 listener.close()
                 raise
             return listener
+
+        with as_system_failure(f"cannot listen at {host}:{port}"):
+            if port:
+                return listen_at(port)
+            return open_in_range(listen_at, params.NET_PORT_RANGE.read())
 
     # ---- memory
 
