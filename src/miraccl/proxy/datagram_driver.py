@@ -11,6 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from socket import IPPROTO_UDP, socket
 
 from miraccl import clock, trace
@@ -194,7 +195,7 @@ class DatagramDriver(FifoDriver):
             if packet is None:
                 break
             self._send_packet(packet)
-        self._give_up_close()
+        self._end_close()
         return (more or packet is not None) and self.alive
 
     def arm(self) -> float:
@@ -292,9 +293,18 @@ class DatagramDriver(FifoDriver):
         frame = Frame(FrameType.ABORT, 0, length=len(text.encode()[:MAX_TEXT_BYTES]))
         self.handle(wire.FrameReceived(0, frame, text))
 
-    def _give_up_close(self) -> None:
-        """Count CLOSE frames as received if the peer has closed too and answers no longer."""
-        if self.link.state is not LinkState.CLOSING or not self.link.peer_closed:
+    def _end_close(self) -> None:
+        """End a link whose CLOSE frames the peer has, or that has those of a peer that answers no
+        longer.
+        """
+        if self.link.state is not LinkState.CLOSING:
+            return
+        if not self.link.sender.closing:
+            # A peer that was open when it received them sends none of its own.
+            for stream in range(NSTREAMS):
+                self.handle(wire.StreamEnded(stream, wire.CLOSED_WITHOUT_CLOSE_FRAME))
+            return
+        if not self.link.peer_closed:
             return
         if max(path.timeouts for path in self.flow.paths) < CLOSE_TIMEOUTS:
             return
@@ -316,13 +326,21 @@ class DatagramDriver(FifoDriver):
             self._send_packet(packet)
 
     def _do_finished(self, instruction: wire.LinkFinished) -> None:
+        self._say_goodbye()
+        self.close()
+
+    def _do_lost(self, instruction: wire.PeerLost) -> None:
+        if instruction.loss.kind is wire.LossKind.CLOSED and self._descriptors:
+            self._say_goodbye()
+        super()._do_lost(instruction)
+
+    def _say_goodbye(self) -> None:
         """Send the last acknowledgements, several times: nothing asks for them again."""
         now = now_ns() + 1_000_000_000  # also those that would wait
         with suppress(OSError):
             while (packet := self.flow.next_packet(now)) is not None:
                 for _ in range(LAST_COPIES):
-                    self._send_packet(packet)
-        self.close()
+                    self._send_packet(replace(packet, segments=()))
 
 
 def now_ns() -> int:

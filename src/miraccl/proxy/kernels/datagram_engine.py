@@ -40,9 +40,9 @@ from miraccl.proxy.kernels.flow_path import path_of
 from miraccl.proxy.kernels.flow_receive import KIND_ABORT, flow_on_timer
 from miraccl.proxy.kernels.flow_send import finish as finish_packet
 from miraccl.proxy.kernels.flow_send import flow_timer
-from miraccl.proxy.kernels.link import advance, all_closed
+from miraccl.proxy.kernels.link import advance, all_closed, on_stream_ended
 from miraccl.proxy.kernels.link_io import scan
-from miraccl.proxy.kernels.link_send import alive, on_written, stream_of
+from miraccl.proxy.kernels.link_send import alive, drop_stream, on_written, stream_of
 from miraccl.proxy.kernels.packet_queues import (
     arm,
     device_at,
@@ -110,9 +110,19 @@ def poll(engine: int, port: int, nanoseconds: int) -> int:
 
 
 @inline
-def give_up_close(flow: int, link: int) -> None:
-    """Count CLOSE frames as received if the peer has closed too and answers no longer."""
-    if load(link + layout.LINK_STATE) != layout.STATE_CLOSING or not all_closed(link):
+def end_close(flow: int, link: int) -> None:
+    """End a link whose CLOSE frames the peer has, or that has those of a peer that answers no
+    longer.
+    """
+    if load(link + layout.LINK_STATE) != layout.STATE_CLOSING:
+        return
+    if load(link + layout.LINK_CLOSING) == 0:
+        # A peer that was open when it received them sends none of its own.
+        for index in range(load(link + layout.LINK_NSTREAMS)):
+            on_stream_ended(link, index, 0)
+        advance(link)
+        return
+    if not all_closed(link):
         return
     timeouts = 0
     for index in range(load(flow + flow_layout.FLOW_NPATHS)):
@@ -121,6 +131,19 @@ def give_up_close(flow: int, link: int) -> None:
         for index in range(load(link + layout.LINK_NSTREAMS)):
             on_written(link, index, load(stream_of(link, index) + layout.STREAM_COUNT))
         advance(link)
+
+
+@inline
+def closed_by_peer(link: int) -> bool:
+    """Return True if the peer has closed in order a link that was open here."""
+    return load(link + layout.LINK_FAULT) == layout.FAULT_CLOSED
+
+
+@inline
+def drop_streams(link: int) -> None:
+    """Send nothing more of what is queued."""
+    for index in range(load(link + layout.LINK_NSTREAMS)):
+        drop_stream(link, index)
 
 
 @inline
@@ -144,7 +167,7 @@ def advance_flow(port: int, flow: int, link: int) -> bool:
     if due != 0 and due <= now:
         flow_on_timer(flow, now)
     more = send_flow(port, flow)
-    give_up_close(flow, link)
+    end_close(flow, link)
     return more
 
 
@@ -174,9 +197,13 @@ def advance_links(engine: int, port: int) -> bool:
                     busy = True
                 if advance_flow(port, flow, link):
                     busy = True
-            finished = load(link + layout.LINK_STATE) == layout.STATE_FINISHED
-            if finished and load(flow + flow_layout.FLOW_GOODBYE) == 0:
-                say_goodbye(port, flow)
+            if load(flow + flow_layout.FLOW_GOODBYE) == 0:
+                state = load(link + layout.LINK_STATE)
+                if state == layout.STATE_LOST and closed_by_peer(link):
+                    drop_streams(link)
+                    say_goodbye(port, flow)
+                if state == layout.STATE_FINISHED:
+                    say_goodbye(port, flow)
     return busy
 
 
