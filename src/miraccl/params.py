@@ -397,8 +397,9 @@ UDP_ADMISSION = declare(
     "UDP_ADMISSION",
     "cts",
     str.lower,
-    "What a rank lets its peers send over UDP: cts (into free slots and posted receives) or credit "
-    "(also no more than UDP_CREDIT bytes of all peers on their way at a time).",
+    "What a rank lets its peers send over UDP: off (into free slots of its FIFOs; the same on all "
+    "ranks), cts (also straight into posted receives) or credit (as cts, and no more than "
+    "UDP_CREDIT bytes of all peers on their way at a time).",
     kind="text",
 )
 UDP_CREDIT = declare(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import random
+import select
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from miraccl import clock
+from miraccl.errors import SystemFailure
 from miraccl.proxy import Proxy
 from miraccl.proxy.datagram_engine import DatagramEngine
-from miraccl.transport.base import DatagramOptions, Endpoint
+from miraccl.transport.base import Capability, DatagramOptions, Endpoint
 from miraccl.transport.datagram import (
     DatagramInfo,
     DatagramTransport,
@@ -97,6 +101,26 @@ class TestDatagramCredit(TransportConformance):
         return build_world(nranks, options=options)
 
 
+class TestDatagramOff(TransportConformance):
+    """Messages are cut into slots; none waits for a posted receive."""
+
+    spec = replace(UDP, capabilities=UDP.capabilities & ~Capability.IN_PLACE)
+
+    def build(self, nranks):
+        return build_world(nranks, options=DatagramOptions(mtu=1472, admission="off"))
+
+
+def test_ranks_agree_on_the_absence_of_clear_to_send() -> None:
+    world = World(transports={})
+    with world.cleanup:
+        for rank, admission in enumerate(("off", "credit")):
+            build_rank(world, rank, options=DatagramOptions(admission=admission), timeout=1.0)
+        with pytest.raises(
+            Exception, match=r"off on rank 0, credit on rank 1|credit on rank 1, off"
+        ):
+            world.connect()
+
+
 class TestDatagramReference(TransportConformance):
     """The machines of ``wire.datagram`` in Python."""
 
@@ -148,6 +172,17 @@ def test_ranks_of_one_host_use_loopback_alone() -> None:
         transport = build_rank(world, 0, addresses=("127.0.0.1", "127.0.0.2"))
         hosts = {s.host for s in DatagramInfo.decode(transport.setup()).sockets}
         assert hosts == {"127.0.0.1"}
+
+
+def test_packets_fit_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(transports={})
+    with world.cleanup:
+        monkeypatch.setattr("miraccl.transport.datagram.payload_mtu", lambda address: 972)
+        with pytest.raises(SystemFailure, match="carries 972 bytes per packet, 1232 are needed"):
+            build_rank(world, 0, proxy_type=Proxy).setup()
+        monkeypatch.setattr("miraccl.transport.datagram.payload_mtu", lambda address: 1472)
+        large = build_rank(world, 1, proxy_type=Proxy, options=DatagramOptions(mtu=9000))
+        assert DatagramInfo.decode(large.setup()).sockets[0].mtu == 1472
 
 
 def test_ranks_use_a_family_that_all_have() -> None:
@@ -220,6 +255,69 @@ def test_strangers_are_counted_and_get_no_answer() -> None:
         assert not world.losses[0]
 
 
+class Relay:
+    """UDP sockets between two ranks with one port each: forwards and records all packets."""
+
+    def __init__(self, world: World) -> None:
+        self.packets: dict[int, list[bytes]] = {0: [], 1: []}
+        setups = [world.transports[rank].setup() for rank in range(2)]
+        self.ports = [DatagramInfo.decode(data).sockets[0].port for data in setups]
+        self._sockets = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2)]
+        for sock in self._sockets:
+            sock.bind(("127.0.0.1", 0))
+        self._stopping = False
+        self._thread = clock.thread(self._run, name="relay")
+        self._thread.start()
+        world.cleanup.callback(self.close)
+
+    def info(self, rank: int, data: bytes) -> bytes:
+        """Return the connect info of a rank with the relay's port instead of its own."""
+        info = DatagramInfo.decode(data)
+        port = int(self._sockets[rank].getsockname()[1])
+        return replace(info, sockets=(replace(info.sockets[0], port=port),)).encode()
+
+    def send(self, rank: int, packet: bytes) -> None:
+        self._sockets[rank].sendto(packet, ("127.0.0.1", self.ports[rank]))
+
+    def _run(self) -> None:
+        while not self._stopping:
+            for sock in select.select(self._sockets, [], [], 0.05)[0]:
+                rank = self._sockets.index(sock)
+                packet = sock.recv(1 << 16)
+                self.packets[rank].append(packet)
+                self.send(rank, packet)
+
+    def close(self) -> None:
+        self._stopping = True
+        self._thread.join()
+        for sock in self._sockets:
+            sock.close()
+
+
+@pytest.mark.parametrize("protection", ["mac", "aead"])
+def test_replayed_and_changed_packets_have_no_effect(protection: str) -> None:
+    world = build_world(2, options=DatagramOptions(mtu=1472, protection=protection))
+    with world.cleanup:
+        relay, choose = Relay(world), random.Random(1)
+        infos = {rank: relay.info(rank, t.setup()) for rank, t in world.transports.items()}
+        world.in_parallel(lambda rank: world.connect_rank(rank, {1 - rank: infos[1 - rank]}))
+        there, back = world.way(0, 1), world.way(1, 0)
+        for turn in range(40):
+            there.post(pattern(SLOT), turn)
+            data, message = there.take()
+            assert (data, message.signature) == (pattern(SLOT), turn)
+            back.post(b"answer", turn)
+            assert back.take()[0] == b"answer"
+            for rank, packets in relay.packets.items():
+                for _ in range(20):
+                    packet = bytearray(choose.choice(packets))
+                    relay.send(rank, bytes(packet))
+                    packet[choose.randrange(len(packet))] ^= 1 << choose.randrange(8)
+                    relay.send(rank, bytes(packet))
+        world.wait(lambda: min(engine_of(world, rank).strangers for rank in range(2)) >= 700)
+        assert not any(world.losses.values())
+
+
 def test_a_closed_port_of_the_peer_makes_its_path_suspect() -> None:
     world = build_world(2, options=DatagramOptions(ports=2))
     with world.cleanup:
@@ -240,6 +338,21 @@ def test_a_closed_port_of_the_peer_makes_its_path_suspect() -> None:
         second._sockets[1].close()
         # a busy host may suspect path 0 for a moment
         world.wait(lambda: states()[0] == "open" and states()[1] != "open")
+
+
+@pytest.mark.parametrize("proxy_type", [DatagramEngine, Proxy])
+def test_close_does_not_wait_for_an_open_peer(proxy_type: Any) -> None:
+    world = build_world(2, proxy_type=proxy_type)
+    with world.cleanup:
+        world.connect()
+        way = world.way(0, 1)
+        way.post(b"last word")
+        assert way.take()[0] == b"last word"
+        start = clock.monotonic()
+        world.transports[0].close()
+        assert clock.monotonic() - start < 0.5  # of the linger of 1 s
+        world.wait(lambda: world.losses[1], "the peer did not learn of the end")
+        assert world.losses[1][0][1].kind is LossKind.CLOSED
 
 
 #: asm-generic/socket.h: without checksums the kernel refuses UDP_SEGMENT with EINVAL.

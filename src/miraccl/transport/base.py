@@ -18,7 +18,7 @@ import abc
 import enum
 import os
 import socket as _socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
@@ -245,6 +245,14 @@ class PathStatus:
     mtu: int = 0
 
 
+def unreachable_peers(paths: Iterable[PathStatus]) -> dict[int, list[str]]:
+    """Return the states of the paths to each peer to which none is open."""
+    states: dict[int, list[str]] = {}
+    for path in paths:
+        states.setdefault(path.peer, []).append(path.state)
+    return {peer: found for peer, found in states.items() if "OPEN" not in found}
+
+
 @dataclass(frozen=True, kw_only=True)
 class NetConnection:
     """Authenticated streams to a peer and the FIFOs that they feed; the proxy owns the sockets.
@@ -273,8 +281,8 @@ class DatagramOptions:
         protection: Value of ``wire.datagram.seal.Protection``.
         mtu: UDP payload of a packet; 0 asks the kernel for the route's.
         buffer_bytes: Kernel's send and receive buffer of each socket.
-        admission: "cts" (peers send into free slots and posted receives) or "credit" (this rank
-            also bounds and paces what all peers together have on their way to it).
+        admission: "off" (peers send into free slots alone), "cts" (and into posted receives) or
+            "credit" (this rank also bounds and paces what all peers together have on their way).
         credit_bytes: Bytes that all peers together may have on their way to one address.
     """
 

@@ -63,7 +63,7 @@ CAPABILITIES = registry.UDP.capabilities
 LINGER_S = 5.0
 CHECK_INTERVAL_S = 0.2
 #: Values of MIRACCL_UDP_ADMISSION.
-CTS, CREDIT = ADMISSIONS = "cts", "credit"
+OFF, CTS, CREDIT = ADMISSIONS = "off", "cts", "credit"
 POLL_INTERVAL_S = 0.0005
 #: Largest UDP payload: a packet is copied and checked as a whole, and a lost one is resent. Two of
 #: them fit into one call with UDP_SEGMENT.
@@ -106,7 +106,7 @@ class DatagramInfo:
         protection: ``Protection`` value, equal on all ranks.
         ciphers: Names of the ciphers that this rank computes.
         slot_bytes: Size of the slots into which this rank receives.
-        grants: True if this rank admits what its peers send by grants.
+        admission: Value of ADMISSIONS.
     """
 
     sockets: tuple[SocketInfo, ...]
@@ -115,7 +115,7 @@ class DatagramInfo:
     protection: str
     ciphers: tuple[str, ...]
     slot_bytes: int
-    grants: bool = False
+    admission: str = CTS
 
     def encode(self) -> bytes:
         rows = [[s.host, s.port, s.mtu, s.share_bytes] for s in self.sockets]
@@ -127,7 +127,7 @@ class DatagramInfo:
                 self.protection,
                 self.ciphers,
                 self.slot_bytes,
-                int(self.grants),
+                self.admission,
             ]
         ).encode()
 
@@ -135,7 +135,7 @@ class DatagramInfo:
     def decode(cls, data: bytes) -> DatagramInfo:
         """Parse the result of ``encode``. Raises ``ProtocolError`` for anything else."""
         try:
-            rows, nonce, connection, protection, ciphers, slot_bytes, grants = json.loads(data)
+            rows, nonce, connection, protection, ciphers, slot_bytes, admission = json.loads(data)
             info = cls(
                 sockets=tuple(
                     SocketInfo(
@@ -151,7 +151,7 @@ class DatagramInfo:
                 protection=Protection(protection).value,
                 ciphers=tuple(name for name in CIPHERS if name in ciphers),
                 slot_bytes=check_slot_bytes(int(slot_bytes)),
-                grants=bool(grants),
+                admission=str(admission),
             )
         except (ValueError, TypeError) as problem:
             raise ProtocolError(
@@ -160,6 +160,7 @@ class DatagramInfo:
         if (
             not 1 <= len(info.sockets) <= MAX_PATHS
             or len(info.nonce) != SETUP_NONCE_BYTES
+            or info.admission not in ADMISSIONS
             or not all(0 < s.port < 1 << 16 and MIN_MTU <= s.mtu <= MAX_MTU for s in info.sockets)
         ):
             raise ProtocolError(
@@ -261,7 +262,7 @@ class DatagramTransport(Transport):
                 protection=self._options.protection,
                 ciphers=tuple(self._proxy.ciphers),
                 slot_bytes=self._slot_bytes,
-                grants=self._options.admission == CREDIT,
+                admission=self._options.admission,
             )
         encoded: bytes = self._info.encode()
         return encoded
@@ -293,13 +294,25 @@ class DatagramTransport(Transport):
             info = SocketInfo(
                 host=address.partition("%")[0],
                 port=int(sock.getsockname()[1]),
-                mtu=self._options.mtu or payload_mtu(address),
+                mtu=self._packet_bytes(address),
                 share_bytes=self._share_of(sock),
             )
         except BaseException:
             sock.close()
             raise
         return sock, info
+
+    def _packet_bytes(self, address: str) -> int:
+        """Return the payload of packets from an address: UDP_MTU, or what its interface carries."""
+        carried = payload_mtu(address)
+        if carried < MIN_MTU:
+            raise SystemFailure(
+                f"cannot use {address} for UDP: its interface carries {carried} bytes per packet, "
+                f"{MIN_MTU} are needed",
+                rank=self.rank,
+                hint="raise the MTU of the interface to 1280, or set MIRACCL_NET=tcp",
+            )
+        return min(self._options.mtu or MAX_MTU, carried)
 
     def _share_of(self, sock: socket.socket) -> int:
         """Return each peer's share of a receive buffer.
@@ -378,12 +391,21 @@ class DatagramTransport(Transport):
         own = self._info
         assert own is not None
         self._check_protection(peer, info)
+        capabilities = CAPABILITIES
+        if OFF in (own.admission, info.admission):
+            if own.admission != info.admission:
+                raise PlanMismatch(
+                    f"ranks disagree on the admission of UDP messages: {own.admission} on rank "
+                    f"{self.rank}, {info.admission} on rank {peer}",
+                    hint="give all ranks the same MIRACCL_UDP_ADMISSION, or none of them off",
+                )
+            capabilities &= ~Capability.IN_PLACE  # a message is cut into slots
         return DatagramConnection(
             streams=self._sockets,
             paths=paths_between(own.sockets, info.sockets, first=self.rank < peer),
-            needs_grants=info.grants,
+            needs_grants=info.admission == CREDIT,
             budget=self._budget(),
-            **self._shared_fields(peer, info, CAPABILITIES),
+            **self._shared_fields(peer, info, capabilities),
         )
 
     def _check_protection(self, peer: int, info: Any) -> None:
@@ -425,11 +447,17 @@ class DatagramTransport(Transport):
         by = "" if options.protection == Protection.NONE.value else f" ({cipher})"
         smallest = min(path.mtu for path in paths)
         return (
-            f"{len(paths)} path{'s' * (len(paths) > 1)}, congestion control {options.congestion} "
+            f"{len(paths)} path{'s' * (len(paths) > 1)}{self._origin(paths)}, "
+            f"congestion control {options.congestion} "
             f"({controller(options.congestion).summary}), protection {options.protection}{by}, "
             f"admission {options.admission}, packets of {smallest} bytes, GPU data staged in host "
             "memory over the same paths"
         )
+
+    def _origin(self, paths: Sequence[DatagramPath]) -> str:
+        """Return the addresses of this rank that the paths use, for ``describe``."""
+        used = dict.fromkeys(self._info.sockets[path.socket].host for path in paths)
+        return f" from {', '.join(used)}"
 
     def close(self) -> None:
         """Send what was posted, for at most ``linger`` seconds, and close all sockets."""
@@ -494,7 +522,9 @@ def set_udp_options(sock: socket.socket, buffer_bytes: int) -> None:
 
 
 def payload_mtu(address: str) -> int:
-    """Return the UDP payload that the interface of an address carries, at most ``MAX_MTU``."""
+    """Return the UDP payload that the interface of an address carries, at most ``MAX_MTU``; the
+    smallest of all where that is unknown.
+    """
     ipv6 = family_of(address) == socket.AF_INET6
     mtu = MIN_MTU
     with suppress(OSError), socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
@@ -503,7 +533,7 @@ def payload_mtu(address: str) -> int:
         probe.connect((_neighbour(address), 9))
         option = (socket.IPPROTO_IPV6, IPV6_MTU) if ipv6 else (socket.IPPROTO_IP, IP_MTU)
         mtu = probe.getsockopt(*option) - (48 if ipv6 else 28)
-    return max(MIN_MTU, min(mtu, MAX_MTU))
+    return min(mtu, MAX_MTU)
 
 
 def _neighbour(address: str) -> str:

@@ -295,6 +295,14 @@ class SocketTransport(Transport):
             for number, sock in enumerate(streams)
         ]
 
+    def describe(self, peer: int) -> str:
+        """Return the streams to a peer, and the addresses of this rank that they use."""
+        streams = self._streams[peer]
+        with contextlib.suppress(OSError):  # the peer has died since
+            used = dict.fromkeys(str(sock.getsockname()[0]) for sock in streams)
+            return f"{len(streams)} stream{'s' * (len(streams) > 1)} from {', '.join(used)}"
+        return ""
+
     def release(self) -> None:
         """Close the listening sockets: their ports are free for other communicators."""
         self._close_listeners()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from miraccl import clock
@@ -27,7 +27,7 @@ from miraccl.transport.base import (
     DatagramPort,
     TransportContext,
 )
-from miraccl.transport.datagram import DatagramTransport
+from miraccl.transport.datagram import CTS, DatagramTransport
 from miraccl.transport.fifo import slot_bytes_for
 from miraccl.transport.verbs_address import choose_address
 from miraccl.transport.verbs_datagram_info import VerbsDatagramInfo
@@ -105,7 +105,7 @@ class VerbsDatagramTransport(DatagramTransport):
             secret=context.secret,
             job=context.job,
             slot_bytes=slot_bytes_for(len(context.peers), context.budget, context.max_slot_bytes),
-            options=datagram,
+            options=replace(datagram, admission=CTS),
             npeers=len(context.peers),
             timeout=context.deadline,
             linger=linger,
@@ -269,6 +269,9 @@ class VerbsDatagramTransport(DatagramTransport):
     def describe(self, peer: int) -> str:
         """Return the paths and settings of the connection to a peer."""
         return f"{self.kind.name} queue pairs, {super().describe(peer)}"
+
+    def _origin(self, paths: Sequence[DatagramPath]) -> str:
+        return ""
 
     def _free(self) -> None:
         if self._closed:
