@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
@@ -18,6 +21,9 @@ from miraccl.errors import MiracclError
 from miraccl.executor.cpu.kernels import layout
 from tests.diagnosis.late_watcher import LateWatcher
 from tests.runtime.sweep_ranks import act_as_hosts
+
+#: asm-generic/socket.h
+SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
 
 
 def seen(error: BaseException) -> dict[str, Any]:
@@ -354,13 +360,12 @@ def killed(phase: str, victim: int, path: str, ranks_per_host: int) -> Any:
 
         ProcessFabric._open_transports = lambda self, me, config: die(path)  # type: ignore[method-assign]
     if phase == "connect" and rank == victim:
+        from miraccl.transport.datagram import DatagramTransport
         from miraccl.transport.shm import ShmTransport
         from miraccl.transport.socket import SocketTransport
 
-        for transport in (
-            ShmTransport,
-            SocketTransport,
-        ):  # after its peers were told where to find it
+        # after its peers were told where to find it
+        for transport in (ShmTransport, SocketTransport, DatagramTransport):
             transport.connect = lambda self, infos: die(path) if infos else {}  # type: ignore[method-assign, assignment]
     if phase in ("bootstrap", "connect"):
         try:
@@ -794,16 +799,16 @@ def after_finalize() -> None:
     x[:] = 5
 
 
-def stopped_rank() -> Any:
+def stopped_rank(deadline: float) -> Any:
     """Rank 1 is stopped (SIGSTOP) before an operation; the others measure when they raise."""
-    comm = miraccl.init(timeout=1.5)
+    comm = miraccl.init(timeout=deadline)
     comm.all_reduce(np.ones(4))
     session = comm._core.session
     pids = [int(pid) for pid in session.all_gather(str(os.getpid()).encode(), "pid", 30)]
     if comm.rank == 1:
         child = os.fork()
         if child == 0:  # wakes its parent when the others are done
-            time.sleep(8)
+            time.sleep(deadline + 6)
             os.kill(pids[1], signal.SIGCONT)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -814,7 +819,7 @@ def stopped_rank() -> Any:
     try:
         comm.all_reduce(np.ones(4))
     except MiracclError as error:
-        late = time.monotonic() - begun - 1.5
+        late = time.monotonic() - begun - deadline
         return {**seen(error), "late": late}
     return {"type": "none"}
 
@@ -834,3 +839,39 @@ def split_death() -> Any:
             part.all_reduce(np.ones(4))
     except MiracclError as error:
         return seen(error)
+
+
+# ---- the network between live ranks
+
+
+def black_hole(seconds: float) -> Any:
+    """No packet reaches rank 1 for ``seconds``, or ever with 0; the control plane works."""
+    comm = miraccl.init(timeout=20 if seconds else 4)
+    comm.all_reduce(np.ones(70_000))
+    together(comm)
+    if comm.rank == 1:
+        fabric: Any = comm._core.fabric
+        (proxy,) = fabric._proxies.values()
+        sockets = {s for peer in proxy._peers.values() for s in peer.connection.streams}
+        reject = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: accept 0
+        program = struct.pack("HxxxxxxP", 1, ctypes.addressof(reject))
+        for sock in sockets:
+            sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+        if seconds:
+
+            def heal() -> None:
+                for sock in sockets:
+                    sock.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
+
+            threading.Timer(seconds, heal).start()
+    together(comm)
+    start = time.monotonic()
+    try:
+        total = comm.all_reduce(np.full(70_000, comm.rank + 1.0))
+        assert (total == comm.nranks * (comm.nranks + 1) / 2).all()
+    except MiracclError as error:
+        found = {**seen(error), "seconds": time.monotonic() - start}
+        nobody_left(comm)
+        return found
+    comm.finalize()
+    return {"type": "none"}

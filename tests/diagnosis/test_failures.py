@@ -376,7 +376,7 @@ def test_errors_about_a_stopped_rank_come_soon_after_the_deadline() -> None:
     """0.45 s on an idle machine: one status query without its answer; 1.5 to 2 s before."""
     best = 9.0
     for _ in range(3):
-        got = values(rank_outcomes(fault_ranks.stopped_rank, 4, timeout=40))
+        got = values(rank_outcomes(fault_ranks.stopped_rank, 4, 1.5, timeout=40))
         for value in [got[0], *got[2:]]:
             assert value["type"] == "CollectiveTimeout", value
             assert "rank 1: did not answer" in str(value["graph"])

@@ -295,4 +295,8 @@ class EngineErrors:
         if not answer.get("answered") or not isinstance(board, dict) or "seq" not in board:
             return (describe_unresponsive(answer),)
         named = {**board, "peer": self.global_rank(board["peer"])}
-        return describe_activity(named, newest), describe_location(answer)
+        networks = [
+            f"no network path to rank {self.global_rank(peer)} is open ({', '.join(states)})"
+            for peer, states in board.get("unreachable", ())
+        ]
+        return describe_activity(named, newest), *networks[:3], describe_location(answer)

@@ -32,7 +32,7 @@ from miraccl.runtime.loss_notice import (
     NOTICE_FIRST_S,
     run_after_notice,
 )
-from miraccl.transport.base import Capability
+from miraccl.transport.base import Capability, unreachable_peers
 from miraccl.wire.proxy_records import Loss, LossKind
 
 if TYPE_CHECKING:
@@ -114,9 +114,16 @@ class CpuFaults(CommunicatorFaults):
             **self.fabric.board(),
             "history": history,
             "control_op": self.control.current,
+            "unreachable": self._unreachable(),
             **counted,
             "program": blocked_ops.local_report(),
         }
+
+    def _unreachable(self) -> list[tuple[int, list[str]]]:
+        """Return the peers to which no network path is open, with the states of the paths."""
+        with contextlib.suppress(OSError, MiracclError):  # connections are being closed
+            return list(unreachable_peers(self.fabric.paths()).items())
+        return []
 
     def query_statuses(self) -> dict[int, dict[str, Any]]:
         """Query the status of all ranks."""

@@ -17,7 +17,7 @@ from miraccl.errors import PlanMismatch
 from miraccl.executor.cpu.context import Context
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.runtime.window import WindowAllocator
-from miraccl.transport.base import Endpoint, FifoPair, OnLost
+from miraccl.transport.base import Endpoint, FifoPair, OnLost, PathStatus
 from miraccl.transport.registry import TransportChoice
 
 
@@ -105,6 +105,9 @@ class Fabric(Protocol):
         """Return the bytes this rank holds for the communicator, by purpose: ``fifo``,
         ``fifo_reserved``, ``window``, ``network`` and ``private``.
         """
+
+    def paths(self) -> Sequence[PathStatus]:
+        """Return the state of the network paths to all peers; callable from any thread."""
 
     def close(self, *, abort: str = "") -> None:
         """Free the connections; may be called twice. ``abort``: the reason, sent to the peers."""

@@ -7,6 +7,7 @@ those of the job, all pairs use the transport ``memory``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from miraccl.bootstrap.events import Event
@@ -22,7 +23,7 @@ from miraccl.runtime.rank_records import exchange_records
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.runtime.window import WindowAllocator
 from miraccl.transport import registry
-from miraccl.transport.base import FifoPair, OnLost, TransportContext
+from miraccl.transport.base import FifoPair, OnLost, PathStatus, TransportContext
 from miraccl.transport.fifo import NSLOTS, PAGE_BYTES, PrivateMemory
 from miraccl.transport.mapped_file import AnonymousMemory
 
@@ -131,6 +132,9 @@ class MemoryFabric:
             "network": 0,
             "private": self.context.private_bytes(),
         }
+
+    def paths(self) -> Sequence[PathStatus]:
+        return ()
 
     def close(self, *, abort: str = "") -> None:
         del abort  # peers learn the reason from the control plane
