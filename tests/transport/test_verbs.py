@@ -472,6 +472,32 @@ def test_one_of_two_devices_fails(make, how):
     assert world.losses == {0: [], 1: []}
 
 
+def test_one_of_four_ports_is_enough_until_the_others_come_back(make):
+    """Ports of both sides fail one after another; later all streams are on their own pairs."""
+    world = make(devices=(4, 4), options=VerbsOptions(qps_per_connection=1))
+    wire = world.verbs.wire
+    transfer(world, 1 << 18)
+    for number, device in enumerate(["sim0", "sim1r1", "sim0r2"]):
+        wire.port_down(device, quietly=number == 2)
+        transfer(world, 1 << 18, count=2, seed=number)
+        transfer(world, 1 << 18, count=2, source=1, destination=0, seed=number)
+    world.wait(lambda: world.engines[0].routes(1) == [3, 3, 3, 3], "streams stay on dead pairs")
+    wire.mend()
+    for rank in (0, 1):
+        world.wait(lambda r=rank: world.engines[r].routes(1 - r) == [0, 1, 2, 3], "one stays away")
+    transfer(world, 1 << 18, count=2)
+    assert world.losses == {0: [], 1: []}
+
+
+@pytest.mark.parametrize("status", [*range(1, 24), 99])
+def test_every_status_moves_the_stream(make, status):
+    """Whatever a completion says, the other queue pair carries the messages, once."""
+    world = make(options=VerbsOptions(qps_per_connection=2))
+    world.verbs.wire.fail_request(pairs_of(world, 0)[0], status, 200 + status)
+    transfer(world, 1 << 18, count=2, seed=status)
+    assert world.losses == {0: [], 1: []}
+
+
 def test_last_path_fails_with_edge_and_advice(make):
     world = make(options=VerbsOptions(qps_per_connection=2))
     for number in pairs_of(world, 0):
@@ -485,6 +511,41 @@ def test_last_path_fails_with_edge_and_advice(make):
     assert (peer, loss.kind) == (1, LossKind.RESET)
     for words in ("sim0:1 to sim1:1 of rank 1", "status 12", "vendor error 129", "cable"):
         assert words in str(loss)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_rows_that_are_not_what_was_sent(make, seed):
+    """One row is other bytes: the messages are right, or the link ends and says why."""
+    draw = random.Random(seed)
+    world = make(options=VerbsOptions(qps_per_connection=2))
+    left = draw.randrange(2, 30)
+
+    def corrupt(pair, request):
+        nonlocal left
+        if request.opcode != abi.WR_RDMA_WRITE_WITH_IMM or not request.nbytes:
+            return
+        left -= 1
+        if left == 0:
+            row = memory_at(request.remote, ROW_BYTES)
+            word = 8 * draw.randrange(8)  # header, number and flags; what follows is payload
+            row[word : word + 8] = draw.choice([b"\xff" * 8, bytes(8), draw.randbytes(8)])
+
+    world.verbs.wire.on_deliver = corrupt
+    way, sizes = world.only_way(0, 1), [8, 5000, SLOT, 100]
+    posted = taken = 0
+    until = time.monotonic() + 10
+    while taken < 40 and not any(world.losses.values()):
+        assert time.monotonic() < until, "neither messages nor an error"
+        if posted < 40:
+            posted += way.send.post(pattern(sizes[posted % 4], posted), signature=posted)
+        if way.recv.peek() is not None:
+            data, message = way.take()
+            assert message.signature != taken or data == pattern(sizes[taken % 4], taken)
+            taken += 1
+        world.news.wait(0.0005)
+        world.news.clear()
+    for _, loss in [*world.losses[0], *world.losses[1]]:
+        assert "violated the protocol" in str(loss)
 
 
 def test_peer_that_vanishes_is_a_reset(make):
