@@ -11,6 +11,7 @@ from miraccl.errors import MissingDependency
 from miraccl.native.verbs_abi import VerbsLibrary
 from miraccl.sim.verbs import SimulatedVerbs
 from miraccl.tools.net import hcas
+from miraccl.tools.net.devices import render
 from miraccl.topo.hca import read_hcas, select_ports
 from miraccl.transport.hca_devices import hca_devices
 
@@ -132,10 +133,13 @@ def test_device_that_cannot_be_opened_is_a_problem(tmp_path: Path) -> None:
     assert "libibverbs does not list it" in device.problems[0].what
 
 
-def test_ports_are_network_devices(tmp_path: Path) -> None:
+def test_ports_are_network_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_device(tmp_path, "mlx5_0")
     add_device(tmp_path, "mlx5_1", state="1: DOWN")
+    verbs = SimulatedVerbs(["mlx5_0", "mlx5_1"])
+    monkeypatch.setattr(hcas, "load_library", lambda: verbs.library)
     report = hcas.report(tmp_path)
+    verbs.close()
     first, second = report.devices
     assert (first.kind, first.name, first.state, first.used) == (
         "hca",
@@ -148,4 +152,11 @@ def test_ports_are_network_devices(tmp_path: Path) -> None:
     assert first.details["firmware"] == "22.35.1012"
     assert (second.used, second.use) == (False, "not active")
     assert any("port mlx5_1:1 is DOWN" in finding.found for finding in report.findings)
-    assert hcas.report(tmp_path / "none").devices == ()
+    text = render(report)
+    assert "firmware 22.35.1012; GIDs: 0 roce2 fe80::966d:aeff:fe55:2f1c, " in text
+    assert "1 roce2 10.0.0.1; can: on-demand paging, relaxed ordering, dma-buf; cannot: " in text
+    none = hcas.report(tmp_path / "none")
+    assert (none.devices, none.findings) == ((), ())
+    monkeypatch.setenv("MIRACCL_NET", "verbs")
+    (finding,) = hcas.report(tmp_path / "none").findings
+    assert "has no InfiniBand or RoCE device" in finding.found

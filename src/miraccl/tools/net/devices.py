@@ -26,6 +26,7 @@ class NetDevice:
         offloads: Segmentation and aggregation by the kernel or the card, by name.
         counters: Packets, errors and drops since the device came up.
         details: Other facts of the kind.
+        summary: What of these a reader of the table wants to know, in one line.
     """
 
     kind: str
@@ -42,6 +43,7 @@ class NetDevice:
     offloads: dict[str, bool] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
+    summary: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -143,6 +145,7 @@ def render(report: DeviceReport) -> str:
     ]
     lines = [format_table(COLUMNS, rows)]
     width = max((4, *(len(f.status) for f in report.findings)))
+    lines += [f"{each.name}: {each.summary}" for each in report.devices if each.summary]
     for finding in report.findings:
         lines.append(f"{finding.status:<{width}}  {finding.name}: {finding.found}")
         if finding.advice:

@@ -12,6 +12,16 @@ from miraccl.topo.hca import Port
 from miraccl.transport import registry
 from miraccl.transport.hca_devices import HcaReport, hca_devices
 
+#: Abilities of ``HcaCapabilities`` that the text names.
+ABILITIES = {
+    "on_demand_paging": "on-demand paging",
+    "relaxed_ordering": "relaxed ordering",
+    "dma_buf": "dma-buf",
+    "peer_memory": "peer memory",
+    "null_mr": "null regions",
+    "data_direct": "data direct",
+}
+
 
 def report(root: str | Path = "/") -> DeviceReport:
     """Return one device per port, and what is wrong; nothing on hosts without such devices, unless
@@ -47,6 +57,7 @@ def _describe(device: HcaReport, port: Port) -> NetDevice:
         speed_mbit=int(port.gbits * 1000),
         numa=hca.numa,
         driver=hca.pci or "software",
+        summary=_summary(device, port),
         details={
             "link_layer": port.link_layer,
             "rate": port.rate,
@@ -57,3 +68,21 @@ def _describe(device: HcaReport, port: Port) -> NetDevice:
             "capabilities": record["capabilities"],
         },
     )
+
+
+def _summary(device: HcaReport, port: Port) -> str:
+    """Return place, firmware, addresses and abilities of a port's device."""
+    hca = device.hca
+    parts = [hca.pci or "software", f"firmware {hca.firmware or 'unknown'}"]
+    gids = [f"{gid.index} {gid.type} {gid.address}" for gid in port.gids]
+    parts.append(f"GIDs: {', '.join(gids) or 'none'}")
+    if device.capabilities is not None:
+        for title, wanted in (("can", True), ("cannot", False)):
+            names = [
+                text
+                for name, text in ABILITIES.items()
+                if getattr(device.capabilities, name) is wanted
+            ]
+            if names:
+                parts.append(f"{title}: {', '.join(names)}")
+    return "; ".join(parts)
