@@ -10,8 +10,8 @@ import pytest
 import miraccl
 from miraccl import trace
 from miraccl.runtime import summary
-from miraccl.transport.base import Endpoint
-from miraccl.transport.registry import TransportChoice, allowed, choose
+from miraccl.transport.base import Endpoint, PathStatus
+from miraccl.transport.registry import UDP, TransportChoice, allowed, choose
 from tests.support.ranks import run_ranks
 from tests.support.warm_python import warm_python
 
@@ -21,7 +21,7 @@ with miraccl.init() as comm:
     comm.split(0, comm.rank).finalize()
 """
 
-NO_VERBS = "not verbs: no usable InfiniBand or RoCE port (miraccl net devices says why))"
+NO_VERBS = "not verbs: no usable InfiniBand or RoCE port (miraccl net devices says why)"
 
 
 def choices(rank: int, hosts: tuple[int, ...]) -> dict[int, TransportChoice]:
@@ -48,9 +48,30 @@ def test_transports_are_explained() -> None:
     found = choices(2, (0, 0, 1, 1, 2))
     assert summary.describe_transports(found) == "shm to 3; tcp to 0-1 4"
     assert summary.explain_transports(found) == [
-        "  to 0-1 4: tcp, addresses of a common family (not shm: not on one host; " + NO_VERBS,
-        "  to 3: shm, same host (not tcp: shm is preferred; " + NO_VERBS,
+        "  to 0-1 4: tcp, addresses of a common family (not shm: not on one host; "
+        f"{NO_VERBS}; not udp: {UDP.on_request})",
+        f"  to 3: shm, same host (not tcp: shm is preferred; {NO_VERBS})",
     ]
+
+
+def test_peers_that_lose_packets_are_named() -> None:
+    def path(peer: int, sent: int, resent: int, transport: str = "tcp") -> PathStatus:
+        return PathStatus(
+            peer=peer, transport=transport, path=0, sent_bytes=sent, resent_bytes=resent
+        )
+
+    few, many = summary.RESENT_FROM_BYTES // 4, summary.RESENT_FROM_BYTES
+    paths = [
+        *(path(1, many, many // 100), path(1, many, many // 50)),  # two streams
+        path(2, many, many // 1000),
+        path(3, few, few // 2),
+        path(4, many, many // 10, "udp"),
+    ]
+    assert summary.explain_losses(paths) == [
+        "  to 1: 1.5% of the bytes were sent again: compare TCP with MIRACCL_NET=udp, which "
+        "tolerates loss (miraccl net bench --net udp)"
+    ]
+    assert summary.explain_losses([]) == []
 
 
 @pytest.mark.multiprocess
@@ -59,7 +80,7 @@ def test_a_communicator_explains_its_transports() -> None:
     for rank, (text, transports) in enumerate(run_ranks(summaries, 2, env=env)):
         assert text.splitlines() == [
             f"rank {rank} of 2: shared memory with {1 - rank}",
-            f"  to {1 - rank}: shm, same host (not tcp: shm is preferred; {NO_VERBS}",
+            f"  to {1 - rank}: shm, same host (not tcp: shm is preferred; {NO_VERBS})",
         ]
         assert transports == {f"shm to {1 - rank}"}
 

@@ -109,7 +109,7 @@ def test_the_pair_decides_which_transport_is_used():
     choice = registry.choose(a, far, specs)
     assert (choice.name, choice.rejected) == (
         "tcp",
-        {"shm": "not on one host", "verbs": no_ports},
+        {"shm": "not on one host", "verbs": no_ports, "udp": registry.UDP.on_request},
     )
     choice = registry.choose(a, near, registry.allowed("memory"))
     assert (choice.name, choice.rejected) == ("memory", {"shm": "memory is preferred"})

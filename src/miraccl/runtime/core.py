@@ -129,8 +129,10 @@ class CommunicatorCore(CoreTransfers):
         return summary.describe_transports(self.fabric.choices)
 
     def connection_summary(self) -> str:
-        """Describe the connections of this rank, with the reason for each."""
-        return "\n".join([self.describe(), *summary.explain_transports(self.fabric.choices)])
+        """Describe the connections of this rank, with the reason for each and what they lose."""
+        reasons = summary.explain_transports(self.fabric.choices)
+        losses = summary.explain_losses(self.fabric.paths())
+        return "\n".join([self.describe(), *reasons, *losses])
 
     def _lost(self, rank: int, loss: Loss) -> None:
         """Handle the loss of the connection to ``rank``; called by transports on any thread."""

@@ -134,7 +134,7 @@ class MemoryFabric:
         }
 
     def paths(self) -> Sequence[PathStatus]:
-        return ()
+        return self._transport.paths()
 
     def close(self, *, abort: str = "") -> None:
         del abort  # peers learn the reason from the control plane

@@ -49,6 +49,7 @@ def _check_transports() -> DoctorFinding:
         for name in registry.names()
         if registry.spec_of(name).network
         and name not in {registry.MEMORY.name, *(spec.name for spec in specs)}
+        and name not in choice.rejected
     ]
     found = f"MIRACCL_NET={net}: {choice.name}, {choice.reason} ({'; '.join(others)})"
     return DoctorFinding(name="transport", status="ok", found=found)

@@ -42,6 +42,7 @@ class TransportSpec:
         score: Points of a pair of endpoints, symmetric, and the reason.
         network: True if ``MIRACCL_NET`` chooses it.
         automatic: True if ``MIRACCL_NET=auto`` allows it.
+        on_request: Reason to ask for it by name, in the explanation of pairs that could use it.
         proxy: Module and class of the proxy that moves its messages, imported late.
         open: Function that opens it, instead of ``module``.
     """
@@ -52,6 +53,7 @@ class TransportSpec:
     module: str = ""
     network: bool = True
     automatic: bool = True
+    on_request: str = ""
     proxy: str = "miraccl.proxy.stream_engine:ProgressEngine"
     open: Callable[[TransportContext], Transport] | None = None
 
@@ -141,11 +143,14 @@ def allowed(net: str = AUTO) -> list[TransportSpec]:
 def choose(a: Endpoint, b: Endpoint, specs: Iterable[TransportSpec]) -> TransportChoice:
     """Choose the transport of a pair of ranks; of equal scores the first in the table wins.
 
+    Where a network is chosen, ``rejected`` names those that the user may ask for instead.
+
     Raises:
         SystemFailure: None of ``specs`` can connect the pair.
     """
     best: TransportChoice | None = None
     rejected: dict[str, str] = {}
+    specs = list(specs)
     for spec in specs:
         points, reason = spec.score(a, b)
         if points > (best.score if best else 0):
@@ -162,6 +167,11 @@ def choose(a: Endpoint, b: Endpoint, specs: Iterable[TransportSpec]) -> Transpor
             peer=b.rank,
             hint="MIRACCL_NET chooses the network, MIRACCL_SOCKET_IFNAME its interfaces",
         )
+    chosen = next(spec for spec in specs if spec.name == best.name)
+    if Capability.NEEDS_PROGRESS in chosen.capabilities:
+        for spec in _specs.values():
+            if spec.on_request and spec not in specs and spec.score(a, b)[0]:
+                rejected[spec.name] = spec.on_request
     return TransportChoice(name=best.name, score=best.score, reason=best.reason, rejected=rejected)
 
 
@@ -229,6 +239,7 @@ UDP = register(
         score=_score_tcp,
         module="miraccl.transport.datagram",
         automatic=False,
+        on_request="more processor time per byte; MIRACCL_NET=udp where packets are lost",
         proxy="miraccl.proxy.datagram_engine:DatagramEngine",
     )
 )
