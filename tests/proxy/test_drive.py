@@ -113,10 +113,10 @@ def test_the_thread_takes_over_from_an_executor_that_stops(ranks):
         assert ranks[1].receive(drives=False) == bytes([turn])
 
 
-def test_the_thread_goes_on_with_a_message_that_an_executor_has_begun(tcp_ranks):
-    """The executor drives once, which moves a bounded number of bytes, and never comes back."""
-    ranks = tcp_ranks
-    nbytes = 3 << 20  # the kernel takes all of it, so that no event follows
+def check_goes_on(ranks: list[Rank], nbytes: int) -> None:
+    """An executor drives once, which moves a bounded number of bytes, and never comes back: the
+    thread moves the rest. The kernel takes all of it, so that no event follows.
+    """
     memory = PrivateMemory(nbytes), PrivateMemory(nbytes)
     link, asleep = ranks[0].engine._peers[1].memory, ranks[0].engine.asleep
     link.store(layout.LINK_RAILS, 2)
@@ -129,6 +129,22 @@ def test_the_thread_goes_on_with_a_message_that_an_executor_has_begun(tcp_ranks)
     ranks[0].send.post_address(memory[0].address, nbytes)
     ranks[0].drive(DRIVE_POSTED)
     wait_for(lambda: ranks[1].recv.peek() is not None)
+
+
+def test_the_thread_goes_on_with_a_message_that_an_executor_has_begun(tcp_ranks):
+    check_goes_on(tcp_ranks, 3 << 20)
+
+
+def test_a_write_queues_a_segment_on_a_stream_that_had_its_turn(tcp_ranks):
+    """Over networks of known rates, two segments of three go to stream 1; the write of the first
+    one makes stream 0 the better one for the third, and stream 0 has been written in this round.
+    """
+    link = tcp_ranks[0].engine._peers[1].memory
+    link.store(layout.LINK_MEASURED, 1 << 62)  # never again
+    for stream, rate in enumerate((1000, 3000)):
+        start = layout.LINK_STREAMS + stream * layout.STREAM_BYTES
+        link.store(start + layout.STREAM_RATE, rate)
+    check_goes_on(tcp_ranks, 3 * MIN_SEGMENT_BYTES)
 
 
 def test_the_thread_repeats_a_packet_that_an_executor_has_sent(monkeypatch):

@@ -76,19 +76,18 @@ class StreamDriver(FifoDriver):
         Returns True if a stream is ready for more.
         """
         self.scan()
-        busy = False
         for stream in self.streams:
             for _ in range(CALLS_PER_ROUND):
                 if not stream.readable:
                     break
                 self._read(stream)
-            busy |= stream.readable
         for stream in self.streams:
             for _ in range(CALLS_PER_ROUND):
                 if not (stream.writable and stream.pending):
                     break
                 self._write(stream)
-            busy |= stream.writable and stream.pending
+        # a write of one stream may have queued a segment on another one
+        busy = any(s.readable or (s.writable and s.pending) for s in self.streams)
         return busy and self.link.alive
 
     def arm(self) -> float:

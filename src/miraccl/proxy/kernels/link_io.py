@@ -472,8 +472,6 @@ def advance_streams(engine: int, link: int) -> bool:
         ):
             read_stream(engine, link, index)
             calls += 1
-        if load(stream + layout.STREAM_READABLE) != 0:
-            busy = True
     for index in range(nstreams):
         stream, calls = stream_of(link, index), 0
         while (
@@ -484,6 +482,12 @@ def advance_streams(engine: int, link: int) -> bool:
         ):
             write_stream(engine, link, index)
             calls += 1
+    # After all of them: a write of one stream may queue a segment on another one, which is writable
+    # already, so that no event will follow.
+    for index in range(nstreams):
+        stream = stream_of(link, index)
+        if load(stream + layout.STREAM_READABLE) != 0:
+            busy = True
         if load(stream + layout.STREAM_WRITABLE) != 0 and load(stream + layout.STREAM_COUNT) != 0:
             busy = True
     return busy and alive(link)
