@@ -141,6 +141,9 @@ def _operations(comm: MultiNodeCommunicator, cuda: FakeCuda) -> dict[str, str]:
             comm.all_gather_v(own, each, uneven)
             check("all_gather_v", uneven, many)
             root = again % n
+            seen(y)[:] = numbers(r, count)
+            comm.broadcast(y, root)
+            check("broadcast", y, numbers(root, count))
             comm.gather(x, root, every if r == root else None)
             check("gather", every, gathered)
             comm.scatter(rows if r == root else None, root, y)

@@ -42,7 +42,8 @@ class MultiNodeCollectiveCalls(MultiNodeMessageCalls):
             self.check(collective.label)
             return
         hierarchical = self.hierarchical.supports(collective, source.dtype, op)
-        if not hierarchical and self._from_gpu_memory(collective):
+        direct = self.runtime.gpu_direct is not None and self._uses_messages(collective)
+        if direct and not hierarchical:
             self._run_as_messages(call, stream)
             return
         run = self.hierarchical.run if hierarchical else self.runtime.enqueue_staged
@@ -124,10 +125,6 @@ class MultiNodeCollectiveCalls(MultiNodeMessageCalls):
         )
         return self.runtime.counts_collectives and (once or alone)
 
-    def _from_gpu_memory(self, collective: Collective) -> bool:
-        """Return True if an even collective goes from and to GPU memory by RDMA."""
-        return self.runtime.gpu_direct is not None and self._uses_messages(collective)
-
     def explain(
         self, collective: Collective, block_bytes: int, dtype: DType, op: Any = SUM
     ) -> list[DeviceCandidate]:
@@ -138,7 +135,8 @@ class MultiNodeCollectiveCalls(MultiNodeMessageCalls):
         shape = StagedShape.even(collective, dtype.itemsize, self.rank, self.nranks, 0, count)
         reason = self.runtime.explain_algorithm(hierarchical, shape, dtype, op)
         algo, proto = "hierarchical" if hierarchical else "staged", "staging"
-        if not hierarchical and self._from_gpu_memory(collective):
+        moves = not collective.reduces and (hierarchical or self._uses_messages(collective))
+        if moves and self.runtime.gpu_direct is not None:
             algo, proto, reason = "direct", "verbs", self.runtime.gpu_direct_reason
         return [
             DeviceCandidate(

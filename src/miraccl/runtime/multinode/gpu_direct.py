@@ -13,7 +13,7 @@ reductions are staged in host memory.
 from __future__ import annotations
 
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -111,7 +111,7 @@ class GpuDirect:
         self._slots: list[GpuSlots] = []
         self._sends: dict[int, SendEnd] = {}
         self._receives: dict[int, RecvEnd] = {}
-        self._collectives = 0  # those begun here, the same number on all ranks
+        self._begun: Counter[int] = Counter()  # collectives with each peer, as it counts them
 
     def connect(self, infos: dict[int, bytes]) -> None:
         """Connect to the ranks in ``infos`` (rank -> description)."""
@@ -180,15 +180,15 @@ class GpuDirect:
         slots: GpuSlots,
         slot: int,
         kind: CollectiveKind | None,
-        begins: bool,
+        group: Sequence[int] = (),
     ) -> None:
         """Move the messages of a round, all at the same time; returns when they have moved.
 
         Args:
             kind: Collective that they form, if any.
-            begins: This round is its first.
+            group: The collective's ranks if this round is its first.
         """
-        self._collectives += kind is not None and begins
+        self._begun.update(rank for rank in group if rank in self._sends)
         name = f"{kind[0].label} between nodes" if kind else "send/recv"
         sends: dict[int, deque[_Part]] = {}
         receives: dict[int, deque[_Part]] = {}
@@ -217,7 +217,7 @@ class GpuDirect:
     def _part(self, message: StagedMessage, base: int, kind: CollectiveKind | None) -> _Part:
         collective, root = kind or (Collective.SEND_RECV, 0)
         sig = signature(collective, message.dtype, RedOp.SUM, root, message.transfer_count)
-        number = self._collectives & SEQUENCE_MASK if kind else 0
+        number = self._begun[message.peer] & SEQUENCE_MASK if kind else 0
         nbytes = max(message.count * message.dtype.itemsize, LEAST_BYTES)
         return _Part(base + message.host, nbytes, sig | number, message.transfer_count)
 
@@ -257,9 +257,8 @@ class GpuDirect:
         text = ""
         if mine & ~SEQUENCE_MASK == theirs & ~SEQUENCE_MASK:
             text = (
-                f"rank {self.core.rank} waits in collective {mine & SEQUENCE_MASK} between GPUs of "
-                f"several nodes for rank {peer}, which has sent a message of collective "
-                f"{theirs & SEQUENCE_MASK}"
+                f"rank {self.core.rank} waits in collective {mine & SEQUENCE_MASK} with rank "
+                f"{peer}, which has sent a message of collective {theirs & SEQUENCE_MASK}"
             )
         # The peer's count is not known: a message may be one of several of its transfer.
         raise self.core.message_mismatch(peer, (mine, part.elements), (theirs, -1), text)
@@ -285,12 +284,21 @@ class GpuDirect:
         raise self.core.break_with(error)
 
     def network(
-        self, rounds: Sequence[MessageRound], slots: GpuSlots, kind: CollectiveKind | None
+        self,
+        rounds: Sequence[MessageRound],
+        slots: GpuSlots,
+        kind: CollectiveKind | None,
+        ranks: Sequence[int],
     ) -> PythonStaging:
-        """Return the network that runs rounds whose segments lie in ``slots``."""
+        """Return the network that runs rounds whose segments lie in ``slots``.
+
+        Args:
+            ranks: Those of the collective that the messages form.
+        """
 
         def run(segment: StagedSegment, number: int, slot: int) -> None:
-            self.run(rounds[number].messages, slots, slot, kind, number == 0)
+            group = ranks if kind and number == 0 else ()
+            self.run(rounds[number].messages, slots, slot, kind, group)
 
         return PythonStaging(run)
 

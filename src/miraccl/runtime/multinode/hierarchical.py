@@ -8,8 +8,10 @@ nodes.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from miraccl.runtime.gpu.operations import DeviceTransfer
 from miraccl.runtime.multinode.runtime import GPU_REDUCIBLE, MultiNodeRuntime
 from miraccl.runtime.multinode.segments import StagedShape, elements_per_segment
 from miraccl.types import Collective, DType, RedOp
@@ -45,7 +47,11 @@ class Hierarchical:
             collective is Collective.ALL_TO_ALL and not self.layout.node_major
         ):
             return False
-        return self.may_reduce(dtype, op) if collective.reduces else self.layout.hierarchical
+        if collective.reduces:
+            return self.may_reduce(dtype, op)
+        # With one rank per node as well: then the part inside the node is empty.
+        direct = self.runtime.gpu_direct is not None and self.layout.uniform
+        return self.layout.hierarchical or (direct and collective is Collective.BROADCAST)
 
     def run(
         self,
@@ -125,13 +131,21 @@ class Hierarchical:
     ) -> None:
         """Run all_gather between nodes among ranks of equal local rank, then inside each node."""
         count = source.count
-        offsets = tuple(ranks[self.layout.local_rank] * count for ranks in self.layout.nodes)
-        shape = dataclasses.replace(
-            self._inter_node_shape(Collective.ALL_GATHER, source, count), block_offsets=offsets
-        )
-        self._run_inter_node(
-            shape, source.dtype, SUM, (source.address, target.address), stream, captured
-        )
+        peers = self.layout.inter_node_ranks()
+        blocks = [target.slice(rank * count, count) for rank in peers]
+        if self.runtime.gpu_direct is not None:
+            own = blocks[self.layout.node]
+            if own.address != source.address:
+                self.runtime.gpu.copy(own.address, source.address, source.nbytes, stream)
+            self._exchange(Collective.ALL_GATHER, [source] * len(peers), blocks, stream, captured)
+        else:
+            shape = dataclasses.replace(
+                self._inter_node_shape(Collective.ALL_GATHER, source, count),
+                block_offsets=tuple(rank * count for rank in peers),
+            )
+            self._run_inter_node(
+                shape, source.dtype, SUM, (source.address, target.address), stream, captured
+            )
         if self.layout.node_major:
             for node in range(len(self.layout.nodes)):
                 part = target.slice(
@@ -181,6 +195,18 @@ class Hierarchical:
         Both go segment by segment.
         """
         node, index = self.layout.locate(root)
+        if self.runtime.gpu_direct is not None:
+            if index == self.layout.local_rank:
+                everyone = [memory] * len(self.layout.nodes)
+                at_root = node == self.layout.node
+                into = [
+                    None if at_root or each != node else memory for each in range(len(everyone))
+                ]
+                out = everyone if at_root else [None] * len(everyone)
+                self._exchange(Collective.BROADCAST, out, into, stream, captured, node)
+            with self.local.any_window_offset():
+                self.local.broadcast(memory, index, stream=stream)
+            return
         shape = self._inter_node_shape(
             Collective.BROADCAST, memory, memory.count, node, kernels=True
         )
@@ -251,12 +277,38 @@ class Hierarchical:
             self.local.all_to_all(
                 source.slice(node * block, block), target.slice(node * block, block), stream=stream
             )
+        if self.runtime.gpu_direct is not None:
+            blocks = [target.slice(node * block, block) for node in range(nnodes)]
+            self._exchange(Collective.ALL_TO_ALL, blocks, blocks, stream, captured)
+            return
         shape = dataclasses.replace(
             self._inter_node_shape(Collective.ALL_TO_ALL, source, block), keeps_own_block=True
         )
         self._run_inter_node(
             shape, source.dtype, SUM, (target.address, target.address), stream, captured
         )
+
+    def _exchange(
+        self,
+        collective: Collective,
+        out: Sequence[DeviceMemory | None],
+        into: Sequence[DeviceMemory | None],
+        stream: int,
+        captured: bool,
+        root: int = 0,
+    ) -> None:
+        """Send and receive between the ranks of equal local rank, from and to GPU memory.
+
+        ``out``, ``into``: by node; the own node's are left out.
+        """
+        ranks = self.layout.inter_node_ranks()
+        transfers = [
+            DeviceTransfer(receives, ranks[node], memory)
+            for receives, blocks in ((False, out), (True, into))
+            for node, memory in enumerate(blocks)
+            if node != self.layout.node and memory is not None and memory.count
+        ]
+        self.runtime.exchange(transfers, stream, captured, (collective, root), ranks=ranks)
 
     def _run_inter_node(self, shape: StagedShape, *args: Any, **hooks: Any) -> None:
         self.runtime.enqueue(

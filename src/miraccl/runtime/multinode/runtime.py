@@ -373,12 +373,15 @@ class MultiNodeRuntime:
         captured: bool,
         kind: CollectiveKind | None = None,
         concurrent: bool = False,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         """Enqueue sends and receives with ranks of other nodes.
 
         ``kind``: collective that they form, if any, which is counted even without messages; the CPU
         communicator does not support it. ``concurrent``: kernels of the node run at the same time.
+        ``ranks``: those of the collective, default all; others need ``gpu_direct``.
         """
+        group = range(self.layout.nranks) if ranks is None else ranks
         rounds, need = (
             split_transfers(transfers, self.slot_bytes, self.layout.max_remote_ranks)
             if transfers
@@ -387,12 +390,13 @@ class MultiNodeRuntime:
         key = (
             "exchange",
             kind,
+            tuple(group),
             tuple((t.receives, t.peer, t.memory.count, t.memory.dtype) for t in transfers),
         )
         segments = tuple(item.segment for item in rounds)
         if (direct := self.gpu_direct) is not None:
             slots = direct.slots_for(need)
-            network = direct.network(rounds, slots, kind)
+            network = direct.network(rounds, slots, kind, group)
             job = self._job(key, captured, lambda: (segments, network), slots=slots)
         else:
             pinned = self.staging.slots_for(need)
