@@ -96,19 +96,19 @@ def in_job(
     return results[0]
 
 
-def operations(hosts: str) -> dict[str, str]:
-    """Run operations that move data, twice and as graphs; return the algorithm of each."""
-    found: dict[str, str] = run(hosts, _operations, lambda *_: None)
+def operations(hosts: str) -> dict[tuple[str, int], str]:
+    """Run operations that move data, twice and as graphs; return the algorithm by (name, count)."""
+    found: dict[tuple[str, int], str] = run(hosts, _operations, lambda *_: None)
     return found
 
 
-def _operations(comm: MultiNodeCommunicator, cuda: FakeCuda) -> dict[str, str]:
-    n, r, used = comm.nranks, comm.rank, dict[str, str]()
+def _operations(comm: MultiNodeCommunicator, cuda: FakeCuda) -> dict[tuple[str, int], str]:
+    n, r, used = comm.nranks, comm.rank, dict[tuple[str, int], str]()
 
     def check(name: str, got: Any, want: np.ndarray) -> None:
         comm.synchronize()
         assert np.array_equal(seen(got), want), name
-        used[name] = comm.last_plan.algo if comm.last_plan else ""
+        used[name, count] = comm.last_plan.algo if comm.last_plan else ""
 
     def numbers(rank: int, count: int) -> np.ndarray:
         return np.arange(count, dtype=np.float32) + 1000 * rank
@@ -157,7 +157,9 @@ def _operations(comm: MultiNodeCommunicator, cuda: FakeCuda) -> dict[str, str]:
             comm.all_reduce(x, y)
             check("all_reduce", y, np.sum([numbers(rank, count) for rank in range(n)], 0))
     explained = comm.explain(Collective.ALL_TO_ALL, 1 << 20, DType.FLOAT32)[0]
-    assert (explained.algo == "direct") == (used["all_to_all"] == "direct")
+    assert explained.algo == used["all_to_all", BIG] == "direct"
+    explained = comm.explain(Collective.ALL_TO_ALL, 1000, DType.FLOAT32)[0]
+    assert explained.algo == used["all_to_all", 17] != "direct"
     paths = [reason for _, kind, reason in comm.connections() if kind == "verbs"]
     assert all("RDMA from and to GPU memory (dma-buf, flush: read)" in path for path in paths)
     assert paths

@@ -41,8 +41,9 @@ class MultiNodeCollectiveCalls(MultiNodeMessageCalls):
         if count == 0:
             self.check(collective.label)
             return
-        hierarchical = self.hierarchical.supports(collective, source.dtype, op)
-        direct = self.runtime.gpu_direct is not None and self._uses_messages(collective)
+        block_bytes = count * source.dtype.itemsize
+        hierarchical = self.hierarchical.supports(collective, source.dtype, op, block_bytes)
+        direct = self.runtime.moves_directly(block_bytes) and self._uses_messages(collective)
         if direct and not hierarchical:
             self._run_as_messages(call, stream)
             return
@@ -130,13 +131,13 @@ class MultiNodeCollectiveCalls(MultiNodeMessageCalls):
     ) -> list[DeviceCandidate]:
         """Return the plan of ``collective`` on blocks of this size. Nothing is communicated."""
         resolve_operator(op, dtype, collective.label)
-        hierarchical = self.hierarchical.supports(collective, dtype, op)
+        hierarchical = self.hierarchical.supports(collective, dtype, op, block_bytes)
         count = block_bytes // dtype.itemsize
         shape = StagedShape.even(collective, dtype.itemsize, self.rank, self.nranks, 0, count)
         reason = self.runtime.explain_algorithm(hierarchical, shape, dtype, op)
         algo, proto = "hierarchical" if hierarchical else "staged", "staging"
         moves = not collective.reduces and (hierarchical or self._uses_messages(collective))
-        if moves and self.runtime.gpu_direct is not None:
+        if moves and self.runtime.moves_directly(block_bytes):
             algo, proto, reason = "direct", "verbs", self.runtime.gpu_direct_reason
         return [
             DeviceCandidate(

@@ -41,7 +41,7 @@ class Hierarchical:
         self.local, self.runtime, self.layout = local, runtime, runtime.layout
         self._call_text = ""
 
-    def supports(self, collective: Collective, dtype: DType, op: Any) -> bool:
+    def supports(self, collective: Collective, dtype: DType, op: Any, block_bytes: int) -> bool:
         """Return True if ``run`` can execute the operation."""
         if collective not in HIERARCHICAL or (
             collective is Collective.ALL_TO_ALL and not self.layout.node_major
@@ -50,7 +50,7 @@ class Hierarchical:
         if collective.reduces:
             return self.may_reduce(dtype, op)
         # With one rank per node as well: then the part inside the node is empty.
-        direct = self.runtime.gpu_direct is not None and self.layout.uniform
+        direct = self.runtime.moves_directly(block_bytes) and self.layout.uniform
         return self.layout.hierarchical or (direct and collective is Collective.BROADCAST)
 
     def run(
@@ -133,7 +133,7 @@ class Hierarchical:
         count = source.count
         peers = self.layout.inter_node_ranks()
         blocks = [target.slice(rank * count, count) for rank in peers]
-        if self.runtime.gpu_direct is not None:
+        if self.runtime.moves_directly(source.nbytes):
             own = blocks[self.layout.node]
             if own.address != source.address:
                 self.runtime.gpu.copy(own.address, source.address, source.nbytes, stream)
@@ -195,7 +195,7 @@ class Hierarchical:
         Both go segment by segment.
         """
         node, index = self.layout.locate(root)
-        if self.runtime.gpu_direct is not None:
+        if self.runtime.moves_directly(memory.nbytes):
             if index == self.layout.local_rank:
                 everyone = [memory] * len(self.layout.nodes)
                 at_root = node == self.layout.node
@@ -277,7 +277,7 @@ class Hierarchical:
             self.local.all_to_all(
                 source.slice(node * block, block), target.slice(node * block, block), stream=stream
             )
-        if self.runtime.gpu_direct is not None:
+        if self.runtime.moves_directly(block * source.dtype.itemsize):
             blocks = [target.slice(node * block, block) for node in range(nnodes)]
             self._exchange(Collective.ALL_TO_ALL, blocks, blocks, stream, captured)
             return

@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 
 MIN_SLOT_BYTES = 64 << 10
 MAX_JOBS = 1024
+#: Smaller blocks of even collectives are staged in pinned memory, by compiled staging threads;
+#: messages of GPU memory are posted in Python. Not measured, as no adapter was there.
+DIRECT_FROM_BYTES = 64 << 10
 AnyStreams = TypeVar("AnyStreams", DirectStreams, MessageStreams)
 OpenCpu = Callable[[Session, SetupPhases], CpuCommunicator]
 """Creates a CPU communicator of a session in setup phases of that session."""
@@ -434,6 +437,10 @@ class MultiNodeRuntime:
         return DeviceMemory(slots.on_gpu + slot * slots.nbytes, first + count, dtype).slice(
             first, count
         )
+
+    def moves_directly(self, block_bytes: int) -> bool:
+        """Return True if blocks of even collectives go from and to GPU memory; all ranks agree."""
+        return self.gpu_direct is not None and block_bytes >= DIRECT_FROM_BYTES
 
     @property
     def counts_collectives(self) -> bool:
