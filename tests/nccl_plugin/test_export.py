@@ -15,6 +15,7 @@ from miraccl.errors import InvalidUsage, SystemFailure
 from miraccl.native import nccl_net_abi, verbs_abi
 from miraccl.native.nccl_net_plugin import NetPlugin, load_first
 from miraccl.nccl_plugin import endpoint
+from miraccl.nccl_plugin.kernels import comm_layout
 from miraccl.sim.verbs import SimulatedVerbs
 from miraccl.tools.net.plugins import report
 from miraccl.transport import verbs_ports
@@ -130,6 +131,26 @@ def test_bad_input() -> None:
         NetPlugin("libm.so.6")
     with pytest.raises(InvalidUsage, match="cannot use STATIC_PLUGIN as a network plugin"):
         NetPlugin("STATIC_PLUGIN")
+
+
+@pytest.mark.parametrize("version", nccl_plugin.EXPORTED)
+def test_counts_and_sizes_out_of_range(version: int) -> None:
+    """NCCL passes one buffer per receive, as maxRecvs says; others are invalid, not undefined."""
+    plugin = NetPlugin(nccl_plugin.export(set_environment=False).path, version)
+    comm = ctypes.create_string_buffer(comm_layout.COMM_BYTES)
+    words = (ctypes.c_uint64 * 16)()
+    address = ctypes.c_void_p(ctypes.addressof(words))
+    handles = (address,) * (2 if version >= 10 else 1)  # of registrations, and of the profiler
+    for n in (0, 2, 9, -1):
+        with pytest.raises(SystemFailure, match="failed in irecv: INVALID_ARGUMENT"):
+            plugin._call(
+                "irecv", comm, ctypes.c_int(n), address, address, address, *handles, address
+            )
+    for size in (-1, 1 << 50):
+        if version == 8 and size > 0:
+            continue  # an int cannot say it
+        with pytest.raises(SystemFailure, match="failed in isend: INVALID_ARGUMENT"):
+            plugin.isend(ctypes.addressof(comm), address.value or 0, size, 0, 0)
 
 
 def test_unknown_name() -> None:
