@@ -285,7 +285,8 @@ def namespaces(request: pytest.FixtureRequest) -> Iterator[tuple[str, str, str]]
 
 
 @pytest.mark.netns
-def test_ranks_in_network_namespaces(namespaces: tuple[str, str, str]) -> None:
+@pytest.mark.parametrize("net", ["tcp", "udp"])
+def test_ranks_in_network_namespaces(namespaces: tuple[str, str, str], net: str) -> None:
     first, second, address = namespaces
     ranks = []
     for rank in range(4):
@@ -295,6 +296,7 @@ def test_ranks_in_network_namespaces(namespaces: tuple[str, str, str]) -> None:
             "MIRACCL_NRANKS": "4",
             "MIRACCL_LOCAL_RANK": str(rank % 2),
             "MIRACCL_SECRET": "of the test",
+            "MIRACCL_NET": net,
             "MIRACCL_HOSTID": f"host{rank // 2}",
             "MASTER_ADDR": address,
             "MASTER_PORT": "29431",
@@ -334,6 +336,6 @@ def test_ranks_in_network_namespaces(namespaces: tuple[str, str, str]) -> None:
         assert last.startswith("fine"), output
         near = rank ^ 1
         assert f"({near}, 'shm')" in last
-        assert last.count(", 'tcp')") == 2
+        assert last.count(f", '{net}')") == 2
         assert address in last
         assert family in address

@@ -22,6 +22,7 @@ from miraccl.proxy.kernels import flow_layout, link_layout
 from miraccl.proxy.stream_engine import EngineLink, ProgressEngine
 from miraccl.transport.base import DatagramConnection, DatagramPath, NetConnection, PathStatus
 from miraccl.transport.fifo import PrivateMemory, memory_at
+from miraccl.transport.tcp_info import address_text
 from miraccl.wire.datagram.credit import UNSOLICITED_BYTES
 from miraccl.wire.datagram.packets import MAX_PATHS
 from miraccl.wire.datagram.seal import (
@@ -195,7 +196,7 @@ class DatagramEngine(ProgressEngine):
     def _local_name(self, connection: DatagramConnection, index: int) -> str:
         """Return this end of a path for reports."""
         sock = connection.streams[connection.paths[index].socket]
-        return ":".join(map(str, sock.getsockname()[:2])) if sock.fileno() >= 0 else ""
+        return address_text(sock.getsockname()) if sock.fileno() >= 0 else ""
 
     @property
     def strangers(self) -> int:
@@ -347,7 +348,7 @@ def _report(link: DatagramLink, index: int, path: DatagramPath, local: str) -> P
         peer=link.connection.peer,
         path=index,
         local=local,
-        remote=f"{path.host}:{path.port}",
+        remote=address_text((path.host, path.port)),
         state=flow_layout.STATES[word(flow_layout.PATH_STATE)].value,
         rtt=smoothed,
         min_rtt=word(flow_layout.PATH_MINIMUM),

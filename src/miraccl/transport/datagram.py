@@ -371,8 +371,7 @@ class DatagramTransport(Transport):
             if not deadline.left:
                 ranks = ", ".join(map(str, missing))
                 raise BootstrapError(
-                    f"cannot connect rank {self.rank} over {self.network}: no answer from "
-                    f"rank(s) {ranks}",
+                    f"cannot connect over {self.network}: no answer from rank(s) {ranks}",
                     rank=self.rank,
                     peer=missing[0],
                     hint=self._advice(missing[0], peers[missing[0]]),
@@ -384,7 +383,7 @@ class DatagramTransport(Transport):
         at = ", ".join(f"{s.host}:{s.port}" for s in info.sockets)
         return (
             f"rank {peer} receives at {at}; a firewall may drop UDP: MIRACCL_NET_PORT_RANGE fixes "
-            "the ports, MIRACCL_NET=tcp needs none"
+            "the ports, MIRACCL_NET=tcp does without UDP"
         )
 
     def _connection(self, peer: int, info: Any) -> DatagramConnection:

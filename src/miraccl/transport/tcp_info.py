@@ -45,7 +45,7 @@ def path_status(sock: socket.socket, peer: int, path: int) -> PathStatus:
     """
     try:
         info = parse_tcp_info(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES))
-        local, remote = _address(sock.getsockname()), _address(sock.getpeername())
+        local, remote = address_text(sock.getsockname()), address_text(sock.getpeername())
     except OSError:
         return PathStatus(peer=peer, transport="tcp", path=path, state="DEAD")
     controller = ""
@@ -75,6 +75,7 @@ def path_status(sock: socket.socket, peer: int, path: int) -> PathStatus:
     )
 
 
-def _address(name: Sequence[object]) -> str:
+def address_text(name: Sequence[object]) -> str:
+    """Return ``host:port`` of a socket's name, an IPv6 address in brackets."""
     host, port = str(name[0]), name[1]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
