@@ -6,6 +6,7 @@ Ranks share a machine and no memory, so all their messages take the network.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,11 @@ from tests.diagnosis import fault_ranks
 from tests.diagnosis.test_failures import SECONDS_TO_NOTICE, values
 from tests.support.ranks import rank_outcomes
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.parametrize("net", ["tcp", "udp"])]
+pytestmark = pytest.mark.multiprocess
+#: ``test_failures`` has most faults over TCP; all of both take a minute and a half.
+over_networks = pytest.mark.parametrize(
+    "net", ["tcp", "udp"] if os.environ.get("TEST_SLOW") else ["udp"]
+)
 
 
 def faults_of(
@@ -28,6 +33,7 @@ def faults_of(
     return [value for value in found if isinstance(value, dict) and "type" in value]
 
 
+@over_networks
 @pytest.mark.parametrize("phase", ["connect", "waiting", "large", "p2p"])
 def test_a_killed_rank(net: str, phase: str, tmp_path: Path) -> None:
     found = faults_of(net, fault_ranks.killed, phase, 1, str(tmp_path / "death"), 0, but=1)
@@ -44,6 +50,7 @@ def test_a_killed_rank(net: str, phase: str, tmp_path: Path) -> None:
             assert error["shrunk"][1:] == [2, 3.0]  # over new connections of the same network
 
 
+@over_networks
 @pytest.mark.parametrize("how", ["plain", "finalize"])
 def test_a_rank_that_leaves(net: str, how: str) -> None:
     found = faults_of(net, fault_ranks.exits, how, 0)
@@ -51,12 +58,14 @@ def test_a_rank_that_leaves(net: str, how: str) -> None:
     assert all("all_reduce #2" in error["op"] for error in found)
 
 
+@over_networks
 def test_a_rank_that_aborts(net: str) -> None:
     for error in faults_of(net, fault_ranks.aborted, "abort", 0):
         assert error["type"] == "CommunicatorAborted"
         assert "rank 0 aborted the communicator: enough of it" in error["text"]
 
 
+@over_networks
 def test_a_rank_that_never_arrives(net: str) -> None:
     for error in faults_of(net, fault_ranks.absent, "python", 0):
         assert error["type"] == "CollectiveTimeout", error
@@ -65,6 +74,7 @@ def test_a_rank_that_never_arrives(net: str) -> None:
         assert "never arrived at operation #2" in error["graph"][1]
 
 
+@over_networks
 def test_a_stopped_rank(net: str) -> None:
     first, *_, last = faults_of(net, fault_ranks.stopped_rank, 4.0)
     for error in (first, last):
@@ -74,6 +84,7 @@ def test_a_stopped_rank(net: str) -> None:
             assert "rank 1: did not answer" in str(error["graph"])
 
 
+@over_networks
 @pytest.mark.parametrize("field", ["collective", "count", "dtype"])
 def test_different_calls(net: str, field: str) -> None:
     for error in faults_of(net, fault_ranks.mismatch, field, 1, 12, 0):
@@ -83,12 +94,14 @@ def test_different_calls(net: str, field: str) -> None:
         assert error["op"]
 
 
+@over_networks
 def test_messages_of_different_sizes(net: str) -> None:
     for error in faults_of(net, fault_ranks.unlike_messages, "size", 0):
         assert error["type"] == "CollectiveMismatch", error
         assert error["peer"] in (0, 1)
 
 
+@pytest.mark.parametrize("net", ["tcp", "udp"])
 def test_a_network_that_carries_nothing(net: str) -> None:
     for error in faults_of(net, fault_ranks.black_hole, 0.0):
         assert error["type"] == "CollectiveTimeout", error
@@ -100,6 +113,7 @@ def test_a_network_that_carries_nothing(net: str) -> None:
         assert error["peer"] in range(3)  # as the rank that found it says
 
 
+@pytest.mark.parametrize("net", ["tcp", "udp"])
 def test_a_network_that_carries_nothing_for_a_while(net: str) -> None:
     for error in faults_of(net, fault_ranks.black_hole, 0.4):
         assert error["type"] == "none", error

@@ -46,7 +46,10 @@ def test_connections_of_ranks(rank: int, hosts: tuple[int, ...], text: str) -> N
 
 def test_transports_are_explained() -> None:
     found = choices(2, (0, 0, 1, 1, 2))
-    assert summary.describe_transports(found) == "shm to 3; tcp to 0-1 4"
+    assert summary.describe_transports(found) == (
+        "shm to 3 (same host); tcp to 0-1 4 (addresses of a common family, "
+        f"{NO_VERBS}, not udp: {UDP.on_request})"
+    )
     assert summary.explain_transports(found) == [
         "  to 0-1 4: tcp, addresses of a common family (not shm: not on one host; "
         f"{NO_VERBS}; not udp: {UDP.on_request})",
@@ -82,7 +85,7 @@ def test_a_communicator_explains_its_transports() -> None:
             f"rank {rank} of 2: shared memory with {1 - rank}",
             f"  to {1 - rank}: shm, same host (not tcp: shm is preferred; {NO_VERBS})",
         ]
-        assert transports == {f"shm to {1 - rank}"}
+        assert transports == {f"shm to {1 - rank} (same host)"}
 
 
 def summaries() -> tuple[str, set[str]]:

@@ -73,7 +73,8 @@ class Candidate:
         predicted_us: Predicted time in microseconds; infinite if the algorithm cannot run.
         chosen: True for the algorithm that the planner uses.
         reason: Explanation of why it was or was not chosen.
-        transports: Transports of this rank's connections, such as ``shm to 1-3; tcp to 4-7``.
+        transports: Transports of this rank's connections and their reasons, such as ``shm to 1-3
+            (same host); tcp to 4-7 (addresses of a common family)``.
     """
 
     algo: str

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from miraccl import trace
+from miraccl.transport import registry
 from miraccl.transport.base import PathStatus
 from miraccl.transport.registry import TransportChoice
 
@@ -38,8 +39,20 @@ def describe_rank(rank: int, choices: Mapping[int, TransportChoice], address: st
 
 
 def describe_transports(choices: Mapping[int, TransportChoice]) -> str:
-    """Describe the transports of a rank in one line, such as ``shm to 1-3; tcp to 4-7``."""
-    return "; ".join(f"{name} to {_list(peers)}" for name, peers in _by_name(choices).items())
+    """Describe the transports of a rank and their reasons in one line, such as ``shm to 1-3 (same
+    host); tcp to 4-7 (addresses of a common family, not verbs: ...)``.
+    """
+    parts = []
+    for name, peers in _by_name(choices).items():
+        choice = choices[peers[0]]
+        reasons = [choice.reason.partition(";")[0]]  # what follows is how it connects
+        reasons += [
+            f"not {other}: {why}"
+            for other, why in choice.rejected.items()
+            if registry.spec_of(name).network and registry.spec_of(other).network
+        ]
+        parts.append(f"{name} to {_list(peers)} ({', '.join(reasons)})")
+    return "; ".join(parts)
 
 
 def explain_transports(choices: Mapping[int, TransportChoice]) -> list[str]:
