@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from miraccl import params
-from miraccl.errors import MiracclError
-from miraccl.tools.findings import Check, DoctorFinding
+from miraccl.errors import MiracclError, MissingDependency
+from miraccl.tools.findings import Check, DoctorFinding, Status
 
 
 def device_findings() -> list[DoctorFinding]:
@@ -72,15 +72,17 @@ def _check_udp() -> DoctorFinding:
     from miraccl.wire.datagram.control import controller
 
     selected = params.NET.read() == UDP.name
+    status: Status = "missing" if selected else "note"
     try:
         options = options_from_environment()
         libcrypto()
+    except MissingDependency as error:  # AEGIS needs none, where both processors compute it
+        return DoctorFinding(
+            name="udp", status="note", found=error.message, advice=error.hint or ""
+        )
     except MiracclError as error:
         return DoctorFinding(
-            name="udp",
-            status="missing" if selected else "note",
-            found=error.message,
-            advice=error.hint or "",
+            name="udp", status=status, found=error.message, advice=error.hint or ""
         )
     found = (
         f"{options.ports} ports per interface, congestion control {options.congestion} "
