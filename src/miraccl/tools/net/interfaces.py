@@ -245,7 +245,7 @@ def examine_host(facts: Mapping[str, str], wanted: int) -> list[DoctorFinding]:
     if overflows:
         findings.append(
             DoctorFinding(
-                name="udp",
+                name="udp drops",
                 status="note",
                 found=f"{overflows} datagrams lost in full receive buffers since boot",
                 advice="a larger net.core.rmem_max",
