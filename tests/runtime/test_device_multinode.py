@@ -54,16 +54,6 @@ def test_collectives_over_tcp(hosts: str, sizes: list[int], staging: str) -> Non
         assert set(used) >= HIERARCHICAL
 
 
-@pytest.mark.parametrize("hosts", ["AB", "AABB"])
-def test_collectives_over_udp(hosts: str) -> None:
-    """The CPU communicator carries all segments."""
-    env = SMALL | {"MIRACCL_NET": "udp"}
-    for used in run_ranks(fake_hosts.even_collectives, len(hosts), hosts, SIZES, True, env=env):
-        assert set(used) >= HIERARCHICAL
-    for _ in run_ranks(fake_hosts.sends_and_receives, len(hosts), hosts, True, env=env):
-        pass
-
-
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("hosts", ["AABB", "ABAB", "ABC"])
 def test_deterministic_sums_are_independent_of_nodes(hosts: str, apart: bool) -> None:
