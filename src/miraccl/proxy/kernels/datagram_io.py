@@ -556,7 +556,7 @@ def read_errors(port: int, index: int) -> None:
     fd = load(port + layout.PORT_SOCKETS + index * layout.SOCKET_BYTES)
     count = 0
     while count < ERRORS_PER_CALL:
-        prepare_receive(port)
+        prepare_receive(port, port + layout.PORT_NAME)
         if syscall(SYS_RECVMSG, fd, message, MSG_ERRQUEUE | MSG_DONTWAIT, 0, 0, 0) < 0:
             return
         at, stop = control, control + load(message + 40)
@@ -571,13 +571,13 @@ def read_errors(port: int, index: int) -> None:
 
 
 @inline
-def prepare_receive(port: int) -> None:
-    """Describe the receive buffers to the kernel."""
+def prepare_receive(port: int, name: int) -> None:
+    """Describe the receive buffers to the kernel; ``name``: for an address, or 0."""
     message, vector = port + layout.PORT_MESSAGE, port + layout.PORT_VECTOR
     store(vector, load(port + layout.PORT_BUFFER))
     store(vector + 8, layout.BUFFER_BYTES)
-    store(message, port + layout.PORT_NAME)
-    store(message + 8, 128)
+    store(message, name)
+    store(message + 8, layout.NAME_BYTES)
     store(message + 16, vector)
     store(message + 24, 1)
     store(message + 32, port + layout.PORT_CONTROL)
@@ -589,7 +589,7 @@ def receive_once(port: int, index: int) -> int:
     """Receive in one call and process what came; return its bytes."""
     message, buffer = port + layout.PORT_MESSAGE, load(port + layout.PORT_BUFFER)
     socket = port + layout.PORT_SOCKETS + index * layout.SOCKET_BYTES
-    prepare_receive(port)
+    prepare_receive(port, 0)  # a packet names its connection and path
     store(port + layout.PORT_RECEIVES, load(port + layout.PORT_RECEIVES) + 1)
     got = syscall(SYS_RECVMSG, load(socket), message, MSG_DONTWAIT, 0, 0, 0)
     if got < 0:

@@ -141,6 +141,7 @@ def on_span_acked(flow: int, name: int, bounds: int) -> None:
     acked, resend = fstream + layout.FSTREAM_ACKED, fstream + layout.FSTREAM_RESEND
     if ranges.add(acked, start, stop, CAPACITY) < 0:
         ranges.add_loosely(resend, start, stop, CAPACITY)  # cannot be noted: sent again
+        store(flow + layout.FLOW_MAY_RESEND, 1)
     else:
         ranges.remove(resend, start, stop, CAPACITY)
     if name >> 8 & 1 != 0:

@@ -80,8 +80,10 @@ def may_start(flow: int, fstream: int, length: int) -> bool:
 
 @inline
 def has_data(flow: int) -> bool:
-    """Return True if a stream has bytes to send."""
-    for index in range(load(flow + layout.FLOW_NSTREAMS)):
+    """Return True if a stream has bytes to send; the one whose turn it is has most often."""
+    n, index = load(flow + layout.FLOW_NSTREAMS), load(flow + layout.FLOW_TURN) - 1
+    for _ in range(n):
+        index = index + 1 if index + 1 < n else 0
         head = head_of(flow, index)
         if head != 0:
             fstream = fstream_of(flow, index)
@@ -101,6 +103,7 @@ def requeue_packet(flow: int, record: int) -> None:
     if flags & layout.FLAG_REQUEUED != 0:
         return
     store(record + layout.SENT_FLAGS, flags | layout.FLAG_REQUEUED)
+    store(flow + layout.FLOW_MAY_RESEND, 1)
     for i in range(load(record + layout.SENT_NSPANS)):
         span = record + layout.SENT_SPANS + i * layout.SPAN_BYTES
         name, bounds = load(span), load(span + 8)
@@ -125,7 +128,9 @@ def choose_path(flow: int, now: int) -> int:
         path = path_of(flow, index)
         mtu = load(path + layout.PATH_MTU)
         if usable(path) and has_room(path, mtu) and release_time(path, now) <= now:
-            finish = expected_finish(path, mtu)
+            finish = 0
+            if load(flow + layout.FLOW_NPATHS) > 1:
+                finish = expected_finish(path, mtu)
             if best == 0 or finish < least:
                 best, least = path, finish
     return best
@@ -248,12 +253,23 @@ def add_segment(
 
 
 @inline
+def any_resend(flow: int) -> bool:
+    """Return True if a stream has lost bytes to send."""
+    for index in range(load(flow + layout.FLOW_NSTREAMS)):
+        if head_of(flow, index) != 0 and has_resend(fstream_of(flow, index)):
+            return True
+    return False
+
+
+@inline
 def fill(flow: int, path: int, room: int, out: int) -> int:
     """Choose data for a packet: lost bytes first, then new ones; return their bytes."""
     n, first, left = load(flow + layout.FLOW_NSTREAMS), load(flow + layout.FLOW_TURN), room
-    for again in range(1, -1, -1):
-        index = first - 1
-        for _ in range(n):
+    for again in range(load(flow + layout.FLOW_MAY_RESEND), -1, -1):
+        index, visits = first - 1, 0
+        # Nothing fits into less than a record: the streams need not be visited.
+        while visits < n and left >= DATA_BYTES:
+            visits += 1
             index = index + 1 if index + 1 < n else 0
             head = head_of(flow, index)
             going = head != 0
@@ -263,6 +279,8 @@ def fill(flow: int, path: int, room: int, out: int) -> int:
                     used = add_segment(flow, path, index, head, left, again, out)
                 left -= used
                 going = used != 0
+        if again != 0 and not any_resend(flow):
+            store(flow + layout.FLOW_MAY_RESEND, 0)
     return room - left
 
 
@@ -308,15 +326,6 @@ def data_packet(flow: int, now: int, path: int, out: int) -> int:
     data = fill(flow, path, load(path + layout.PATH_MTU) - HEADER_BYTES - TAG_BYTES - control, out)
     limited = not has_data(flow)
     return emit(flow, now, path, out, data, limited, 0)
-
-
-@inline
-def any_resend(flow: int) -> bool:
-    """Return True if a stream has lost bytes to send."""
-    for index in range(load(flow + layout.FLOW_NSTREAMS)):
-        if head_of(flow, index) != 0 and has_resend(fstream_of(flow, index)):
-            return True
-    return False
 
 
 @inline
