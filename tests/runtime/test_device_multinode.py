@@ -54,6 +54,14 @@ def test_collectives_over_tcp(hosts: str, sizes: list[int], staging: str) -> Non
         assert set(used) >= HIERARCHICAL
 
 
+def test_operations_over_udp() -> None:
+    """The CPU communicator carries all segments."""
+    env = SMALL | {"MIRACCL_NET": "udp"}
+    for used in run_ranks(fake_hosts.even_collectives, 2, "AB", SIZES, True, env=env):
+        assert set(used) >= HIERARCHICAL
+    run_ranks(fake_hosts.sends_and_receives, 2, "AB", True, env=env)
+
+
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("hosts", ["AABB", "ABAB", "ABC"])
 def test_deterministic_sums_are_independent_of_nodes(hosts: str, apart: bool) -> None:

@@ -148,6 +148,18 @@ def test_calls(nranks: int, checks: tuple[Any, ...], tmp_path: Path) -> None:
     )
 
 
+def test_calls_over_udp(tmp_path: Path) -> None:
+    checks = [calls.layouts, calls.uneven, messages.tags, messages.floods, groups.split]
+    run_ranks(
+        in_turn,
+        3,
+        str(tmp_path / "meet"),
+        [(check.__module__, check.__name__) for check in checks],
+        timeout=200.0,
+        env={"MIRACCL_NET": "udp", "MIRACCL_SHM_DISABLE": "1"},
+    )
+
+
 @pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="Inductor needs a C++ compiler"
 )
