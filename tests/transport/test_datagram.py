@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import select
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from miraccl import clock
-from miraccl.errors import SystemFailure
+from miraccl.errors import ProtocolError, SystemFailure
 from miraccl.proxy import Proxy
 from miraccl.proxy.datagram_engine import DatagramEngine
 from miraccl.transport.base import Capability, DatagramOptions, Endpoint
@@ -172,6 +174,32 @@ def test_ranks_of_one_host_use_loopback_alone() -> None:
         transport = build_rank(world, 0, addresses=("127.0.0.1", "127.0.0.2"))
         hosts = {s.host for s in DatagramInfo.decode(transport.setup()).sockets}
         assert hosts == {"127.0.0.1"}
+
+
+def test_changed_connect_infos_are_read_or_refused() -> None:
+    sockets = (SocketInfo(host="10.0.0.1", port=5, mtu=1472, share_bytes=1 << 20),)
+    info = DatagramInfo(
+        sockets=sockets,
+        nonce=bytes(32),
+        connection=7,
+        protection="mac",
+        ciphers=("aes-128-gcm",),
+        slot_bytes=1 << 20,
+    )
+    assert DatagramInfo.decode(info.encode()) == info
+    choose = random.Random(1)
+    odd = [None, -1, 0, float("inf"), float("nan"), "x", [], {}, True, 1 << 70, [1], ["a"]]
+
+    def changed(value: Any) -> Any:
+        if not isinstance(value, list) or not value or choose.random() < 0.2:
+            return choose.choice(odd)
+        index = choose.randrange(len(value))
+        return [*value[:index], changed(value[index]), *value[index + 1 :]]
+
+    for _ in range(2000):
+        data = json.dumps(changed(json.loads(info.encode()))).encode()
+        with suppress(ProtocolError):
+            assert all(s.share_bytes > 0 for s in DatagramInfo.decode(data).sockets)
 
 
 def test_packets_fit_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:

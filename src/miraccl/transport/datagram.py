@@ -153,7 +153,7 @@ class DatagramInfo:
                 slot_bytes=check_slot_bytes(int(slot_bytes)),
                 admission=str(admission),
             )
-        except (ValueError, TypeError) as problem:
+        except (ValueError, TypeError, OverflowError) as problem:
             raise ProtocolError(
                 f"cannot read the connect info of a UDP transport: {problem}"
             ) from None
@@ -162,6 +162,7 @@ class DatagramInfo:
             or len(info.nonce) != SETUP_NONCE_BYTES
             or info.admission not in ADMISSIONS
             or not all(0 < s.port < 1 << 16 and MIN_MTU <= s.mtu <= MAX_MTU for s in info.sockets)
+            or not all(0 < s.share_bytes < 1 << 40 for s in info.sockets)
         ):
             raise ProtocolError(
                 "cannot use the connect info of a UDP transport: a value is out of range"
