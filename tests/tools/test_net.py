@@ -20,6 +20,7 @@ from miraccl.bootstrap.runtime_file import runtime_folder as runtime_folder_of_u
 from miraccl.errors import InvalidUsage
 from miraccl.runtime import net_status
 from miraccl.tools import cli
+from miraccl.tools.net import cli as net_cli
 from miraccl.tools.net import devices, external, interfaces, pair, probe, watch
 from miraccl.tools.net.devices import NetDevice
 from miraccl.tools.net.probe_packets import HEADER_BYTES, ProbePacket, decode, encode
@@ -322,6 +323,15 @@ def test_probe_of_this_host(tmp_path: Path) -> None:
     assert address["mtu"] > 60_000
     assert 0 < address["rtt_us"][0] <= address["rtt_us"][1] <= address["rtt_us"][2]
     assert result["to_gbps"] > 0 < result["from_gbps"]
+
+
+def test_addresses_that_do_not_answer_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    silent = probe.ProbedPath(local="10.0.0.1", remote="10.0.0.2", loss_out=1.0, flows=4)
+    result = {"transport": "tcp", "reason": "r", "paths": 0, "to_gbps": 0.0}
+    net_cli._print_probe({**result, "addresses": [silent.to_dict()]})
+    output = capsys.readouterr().out
+    assert "no answer over UDP from 10.0.0.2: a firewall may drop it" in output
+    assert "nan" not in output
 
 
 def test_usage_errors() -> None:

@@ -168,9 +168,9 @@ def _print_probe(result: dict[str, Any]) -> None:
         (
             item["local"],
             item["remote"],
-            *(f"{x:.0f}" for x in item["rtt_us"] or (float("nan"),) * 3),
+            *([f"{x:.0f}" for x in item["rtt_us"]] or ["-"] * 3),
             f"{100 * item['loss_out']:.2f} %",
-            f"{100 * item['loss_back']:.2f} %",
+            f"{100 * item['loss_back']:.2f} %" if item["rtt_us"] else "-",
             f"{item['paths']} of {item['flows']} flows",
             item["mtu"] or "?",
         )
@@ -179,6 +179,9 @@ def _print_probe(result: dict[str, Any]) -> None:
     columns = ("from", "to", "RTT us: min", "median", "p99", "loss", "back", "paths", "MTU")
     print(format_table(columns, rows))
     print(f"{result['transport']} ({result['reason']}), distinct paths: {result['paths']}")
+    if silent := [item["remote"] for item in result["addresses"] if not item["rtt_us"]]:
+        print(f"no answer over UDP from {', '.join(silent)}: a firewall may drop it, or no route")
+        print("-> let UDP pass; MIRACCL_NET_PORT_RANGE=20000-20099 limits the ports")
     if result["to_gbps"]:
         print(f"rate: {result['to_gbps']:.3f} Gbit/s there, {result['from_gbps']:.3f} Gbit/s back")
 
