@@ -188,7 +188,20 @@ def test_changed_connect_infos_are_read_or_refused() -> None:
     )
     assert DatagramInfo.decode(info.encode()) == info
     choose = random.Random(1)
-    odd = [None, -1, 0, float("inf"), float("nan"), "x", [], {}, True, 1 << 70, [1], ["a"]]
+    odd: list[Any] = [
+        None,
+        -1,
+        0,
+        float("inf"),
+        float("nan"),
+        "x",
+        [],
+        {},
+        True,
+        1 << 70,
+        [1],
+        ["a"],
+    ]
 
     def changed(value: Any) -> Any:
         if not isinstance(value, list) or not value or choose.random() < 0.2:
