@@ -24,6 +24,7 @@ from miraccl import errors, params
 from miraccl.runtime.options import CommunicatorOptions, Options
 from miraccl.tools import cli
 from miraccl.tools.env import LAUNCH_VARIABLES
+from miraccl.tools.perf.transfers import transfers
 from tests.support.documents import ROOT, TEXTS
 from tests.support.warm_python import warm_python
 
@@ -161,6 +162,31 @@ def test_every_command_is_documented() -> None:
         ]
 
     assert [command for command in commands(cli.cli, "miraccl") if not _names(command, text)] == []
+
+
+#: ``miraccl perf write|read|writev`` is a command of its own.
+TRANSFER_OPTIONS = {option for param in transfers.params for option in param.opts}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_options_that_a_document_gives_commands_exist(name: str) -> None:
+    """Long options behind ``miraccl COMMAND``, up to the program that it starts."""
+    unknown = []
+    for words in re.findall(r"(?:^|[`$ ])miraccl ([a-z-]+[^`#|\n]*)", TEXTS[name], re.MULTILINE):
+        command: click.Command | None = cli.cli
+        context = click.Context(cli.cli)
+        known = {"--help"}
+        for word in words.split():
+            if isinstance(command, click.Group) and (inner := command.get_command(context, word)):
+                command = inner
+                known |= TRANSFER_OPTIONS if word == "perf" else set()
+                known |= {option for param in inner.params for option in param.opts}
+            elif word == "--" or word.endswith(".py"):
+                break
+            elif re.match(r"--[a-z]", word) and command is not cli.cli:
+                option = word.partition("=")[0].rstrip(".,;:)")
+                unknown += [f"{words}: {option}"] if option not in known else []
+    assert unknown == []
 
 
 def test_every_benchmark_is_documented() -> None:
