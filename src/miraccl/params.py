@@ -344,8 +344,8 @@ NET_PORT_RANGE = declare(
     PortRange(),
     parse_port_range,
     "TCP and UDP ports on which ranks listen, such as 20000-20099, for firewalls; empty: the "
-    "kernel chooses. A rank needs one port per communicator while it connects, and over UDP "
-    "UDP_PORTS of them per communicator for as long as it lives.",
+    "kernel chooses. Each rank of a host needs one TCP port, one more while it connects a "
+    "communicator, and one more for put and get; over UDP, UDP_PORTS of them per communicator.",
     kind="ports",
 )
 SOCKET_NTHREADS = declare(

@@ -66,7 +66,7 @@ def open_in_range(open_at: Callable[[int], T], ports: PortRange) -> T:
                 raise
     raise OSError(
         errno.EADDRINUSE,
-        f"all ports of MIRACCL_NET_PORT_RANGE={ports} are in use; each rank of a host needs its own"
+        f"all ports of MIRACCL_NET_PORT_RANGE={ports} are in use; each rank of a host needs several"
         if ports.first
         else "the kernel has no free port",
     )
