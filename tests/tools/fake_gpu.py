@@ -363,7 +363,7 @@ def install(count: int) -> None:
     import miraccl.runtime.multinode.communicator as device_hosts
     from miraccl.executor.cuda import toolkit
     from miraccl.tools import gpu_facts
-    from miraccl.tools.perf import device_nccl, device_ranks
+    from miraccl.tools.perf import device_measure, device_nccl, device_ranks
 
     def gpu(ordinal: int) -> Any:
         return FakeGpu(ordinal)
@@ -384,6 +384,7 @@ def install(count: int) -> None:
         (device_nccl, "TorchStream"): FakeTorchStream,
         (device_nccl, "NcclDevice"): fake_nccl,
         (device_ranks, "_WARM_UP_US"): 0.0,
+        (device_measure, "_HOST_CALLS"): 2,  # each is a round of the ranks
     }
     if "FAKE_LACKS" in os.environ:
         delattr(FakeCommunicator, os.environ["FAKE_LACKS"])
