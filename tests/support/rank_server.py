@@ -12,16 +12,21 @@ import sys
 import time
 from typing import Any
 
+from miraccl import native
 from miraccl.tools import launch
 from miraccl.tools.processes import die_with_parent
 from miraccl.tools.spawn import RankContext, RankOutcome, Ranks
 
-# modules that ranks would otherwise import one by one
+# modules and compiled code that ranks would otherwise load one by one
 ALWAYS = (
+    "miraccl.proxy.stream_engine",
     "miraccl.runtime.multinode.communicator",
+    "miraccl.topo.detect",
+    "numpy.random",
     "numpy.testing",
     "encodings.idna",
 )
+KERNELS = ("miraccl.proxy.kernels.progress_engine", "miraccl.executor.cpu.kernels.nogil.operations")
 NOT_PRELOADED = "tests.interop."  # JAX and others start threads
 _LENGTH = struct.Struct("<Q")
 
@@ -63,6 +68,8 @@ def main() -> None:
     launch.warm_up()
     for module in (*ALWAYS, *sys.argv[1:]):
         importlib.import_module(module)
+    for kernel in KERNELS:
+        native.library(kernel)
     gc.freeze()
     while header := stdin.read(_LENGTH.size):
         request = pickle.loads(stdin.read(_LENGTH.unpack(header)[0]))
