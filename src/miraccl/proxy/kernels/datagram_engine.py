@@ -69,7 +69,6 @@ from miraccl.proxy.kernels.progress_engine import (
     ring,
     wake_executor,
 )
-from miraccl.proxy.kernels.queue_layout import QUEUE_DATA
 from miraccl.wire.datagram.control import CONTROLLERS
 from miraccl.wire.datagram.packets import ABORT_BYTES, HEADER_BYTES, TAG_BYTES
 
@@ -101,8 +100,9 @@ def poll(engine: int, port: int, nanoseconds: int) -> int:
         if data == DOORBELL_DATA:
             word = engine + layout.ENGINE_WORD
             syscall(SYS_READ, load(engine + layout.ENGINE_DOORBELL), word, 8, 0, 0, 0)
-        elif data >= QUEUE_DATA:
-            drain_channel(device_at(load(port + flow_layout.PORT_QUEUES), data - QUEUE_DATA))
+        elif data >= flow_layout.QUEUE_DATA:
+            index = data - flow_layout.QUEUE_DATA
+            drain_channel(device_at(load(port + flow_layout.PORT_QUEUES), index))
         else:
             socket = port + flow_layout.PORT_SOCKETS + data * flow_layout.SOCKET_BYTES
             store(socket + flow_layout.SOCKET_READABLE, 1)

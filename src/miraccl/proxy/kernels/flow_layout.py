@@ -126,6 +126,8 @@ PORT_NSOCKETS = 48
 PORT_HASH, PORT_HASH_MASK = 56, 64  # table of (connection, flow), entries - 1
 PORT_STRANGERS = 80  # packets without a valid tag
 PORT_QUEUES = 88  # table of devices with queue pairs (``queue_layout``), 0: none
+#: epoll data of the completion channel of device 0; sockets have their index.
+QUEUE_DATA = 1 << 16
 PORT_SENDS, PORT_RECEIVES = 96, 104  # system calls
 PORT_DROPPED = 112  # packets that the kernel did not take
 #: Functions of libcrypto: encrypt init, update, final; decrypt init, update, final; ctrl.

@@ -8,8 +8,6 @@ from __future__ import annotations
 #: Table of devices: their number, then a record each.
 TABLE_COUNT, TABLE_FIRST = 0, 64
 MAX_DEVICES = 8
-#: epoll data of the completion channel of device 0; sockets have their index.
-QUEUE_DATA = 1 << 16
 
 # ---- device: completion queues of its queue pairs
 

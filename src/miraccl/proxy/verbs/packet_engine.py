@@ -113,7 +113,7 @@ class VerbsDatagramEngine(DatagramEngine):
             (queue_layout.DEVICE_ACK_EVENTS, self._verbs.address("ibv_ack_cq_events")),
         ):
             _store(record + offset, value)
-        self._watch(device.channel_fd, select.EPOLLIN, queue_layout.QUEUE_DATA + index)
+        self._watch(device.channel_fd, select.EPOLLIN, flow_layout.QUEUE_DATA + index)
 
     def _write_pair(self, pair: PacketPair, record: int) -> None:
         operations = pair.on.device.operations
