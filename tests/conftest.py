@@ -4,6 +4,7 @@ fails because the machine is busy.
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -14,6 +15,25 @@ from hypothesis import HealthCheck, settings
 
 _OURS = ("MIRACCL_", "NCCL_", "OMPI_", "PMI_", "SLURM_")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+#: Folder in which the processes of .ci/test claim files of tests; empty: this one runs all.
+_CLAIMS = os.environ.get("TEST_CLAIMS", "")
+
+
+@functools.cache
+def _claim(file: str) -> bool:
+    """Return True if this process is the first to run the tests of a file."""
+    try:
+        os.close(os.open(os.path.join(_CLAIMS, file.replace("/", "-")), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Leave out the tests of files that the other process of .ci/test runs."""
+    return True if _CLAIMS and not _claim(item.nodeid.partition("::")[0]) else None
 
 
 settings.register_profile(
