@@ -452,14 +452,10 @@ sleep_until = inline(_sleep_until)
 @inline
 def wait(ctx: int, address: int, target: int, peer: int) -> int:
     """Wait until the word at ``address`` has reached ``target``; return OK or an ERR_*."""
-    near = load(load(ctx + layout.CTX_CTRLS) + 8 * peer) != 0
     for _ in range(load(ctx + layout.CTX_SPIN)):
         if load_acquire(address) >= target:
             return layout.OK
-        if near:
-            pause()
-        else:
-            pause_or_drive(ctx)
+        pause_or_drive(ctx)
     release_gil(ctx)
     if load(ctx + layout.CTX_MIGRATE) != 0:
         migrate_to_freer_core(ctx)
@@ -468,7 +464,7 @@ def wait(ctx: int, address: int, target: int, peer: int) -> int:
     while yields > 0 and load(ctx + layout.CTX_SKIP_YIELDS) == 0:
         yields -= 1
         now = yield_core(ctx, now)
-        if drives(ctx) and (not near or yields & 7 == 0):
+        if drives(ctx):
             drive(ctx, DRIVE_POLL)
         for _ in range(SPIN_BETWEEN_YIELDS):
             if load_acquire(address) >= target:
