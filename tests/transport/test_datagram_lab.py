@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -77,9 +78,12 @@ class TestDatagramWithLoss(TransportConformance):
         return build_between(self.lab_, nranks, self.stack)
 
 
-def test_a_path_that_dies_is_left_and_used_again(make_lab: Callable[..., netlab.Lab]) -> None:
+def test_a_path_that_dies_is_left_and_used_again(
+    make_lab: Callable[..., netlab.Lab], caplog: pytest.LogCaptureFixture
+) -> None:
     lab = make_lab(paths=2)
     with ExitStack() as stack:
+        stack.enter_context(caplog.at_level(logging.INFO, logger="miraccl"))
         world = build_between(lab, 2, stack)
         stack.callback(world.close)
         world.connect()
@@ -99,5 +103,8 @@ def test_a_path_that_dies_is_left_and_used_again(make_lab: Callable[..., netlab.
         lab.set_up(1, up=False)
         # a busy host may suspect path 0 for a moment: it must be in use while path 1 is not
         world.wait(lambda: states()[0] == "open" and states()[1] != "open")
+        world.wait(lambda: "path 1 to 10.88.1.2:" in caplog.text)
+        assert "is dead; 1 of 2 paths work" in caplog.text
         lab.set_up(1, up=True)
         world.wait(lambda: states() == ["open", "open"])
+        world.wait(lambda: "is used again; 2 of 2 paths work" in caplog.text)

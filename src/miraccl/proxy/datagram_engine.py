@@ -102,6 +102,8 @@ class DatagramLink(EngineLink):
     ciphers: tuple[AesGcm, AesGcm] | tuple[PrivateMemory, PrivateMemory]
     abort: Any = field(repr=False)
     aborted: bool = False
+    #: by number of a path that was open once: False while it is dead
+    works: dict[int, bool] = field(default_factory=dict)
 
     def close(self) -> None:
         """End the link; a peer that is not closing itself learns of it. Idempotent."""
@@ -211,6 +213,27 @@ class DatagramEngine(ProgressEngine):
         }
 
     # --- the thread
+
+    def _service(self) -> None:
+        """Log paths that have died, and those that are used again."""
+        for link in self._datagram_links():
+            assert isinstance(link.connection, DatagramConnection)
+            for index, path in enumerate(link.connection.paths):
+                works = link.flow.path(index, flow_layout.PATH_STATE) <= flow_layout.SUSPECT
+                if not works and index not in link.works:
+                    continue  # never open so far
+                changed = link.works.get(index, works) != works
+                link.works[index] = works
+                if changed:
+                    self.log.info(
+                        "rank %d: path %d to %s %s; %d of %d paths work",
+                        link.peer,
+                        index,
+                        address_text((path.host, path.port)),
+                        "is used again" if works else "is dead",
+                        sum(link.works.values()),
+                        len(link.connection.paths),
+                    )
 
     def _new_link(self, connection: NetConnection) -> EngineLink:
         assert isinstance(connection, DatagramConnection)

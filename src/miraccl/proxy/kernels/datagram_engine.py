@@ -197,6 +197,9 @@ def advance_links(engine: int, port: int) -> bool:
                     busy = True
                 if advance_flow(port, flow, link):
                     busy = True
+                if load(flow + flow_layout.FLOW_CHANGED) != 0:
+                    store(flow + flow_layout.FLOW_CHANGED, 0)
+                    store(engine + layout.ENGINE_ATTENTION, 1)
             if load(flow + flow_layout.FLOW_GOODBYE) == 0:
                 state = load(link + layout.LINK_STATE)
                 if state == layout.STATE_LOST and closed_by_peer(link):

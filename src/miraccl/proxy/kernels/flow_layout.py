@@ -49,6 +49,7 @@ FLOW_PATHS, FLOW_STREAMS = 176, 184  # addresses
 FLOW_LANDING, LANDING_BYTES = 208, 1 << 17
 FLOW_PROTECTION = 216
 FLOW_MAY_RESEND = 224  # 0: no stream has lost bytes to send
+FLOW_CHANGED = 232  # 1: a path has died or is used again, which Python has not seen
 #: MAC and AEAD by PORT_CRYPTO (AES-128-GCM), and by AEGIS-128X2.
 PROTECT_NONE, PROTECT_MAC, PROTECT_AEAD, PROTECT_AEGIS_MAC, PROTECT_AEGIS = 0, 1, 2, 3, 4
 FLOW_BYTES = 256

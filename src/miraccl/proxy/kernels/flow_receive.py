@@ -105,6 +105,8 @@ def note_change(flow: int, path: int, before: int) -> None:
         return
     if after == layout.OPEN:
         store(flow + layout.FLOW_REACHED, 1)
+    if after == layout.DEAD or (after == layout.OPEN and before >= layout.DEAD):
+        store(flow + layout.FLOW_CHANGED, 1)
     log(flow, layout.LOG_CHANGED, load(path + layout.PATH_INDEX), before, after)
 
 
