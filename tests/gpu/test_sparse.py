@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.multiprocess, needs_compiler]
     ],
 )
 def test_on_emulated_gpus(scene: Callable[[], Any], nranks: int) -> None:
-    env = {"MIRACCL_EMULATOR_CACHE": str(folder())}
+    env = {"MIRACCL_SMS": "2", "MIRACCL_EMULATOR_CACHE": str(folder())}
     run_ranks(scene, nranks, env=env, timeout=180.0)
 
 
