@@ -15,6 +15,7 @@ import numpy as np
 
 from miraccl import Communicator
 from miraccl.bootstrap.memory import InMemoryJob
+from miraccl.errors import MiracclError
 from miraccl.native import verbs_abi
 from miraccl.runtime.gpu.operations import DeviceTransfer
 from miraccl.runtime.memory_fabric import MemoryFabric
@@ -82,7 +83,8 @@ def in_job(
         )
         try:
             result = work(comm)
-            comm.synchronize()
+            if not comm.closed:
+                comm.synchronize()
             return result
         finally:
             comm.close()
@@ -209,3 +211,30 @@ def refused(case: str) -> str:
         return comm.runtime.gpu_direct_reason
 
     return str(run("AB", work, prepare))
+
+
+def exits(hosts: str) -> str:
+    """The last rank sends to the first and closes; return the error of the next message."""
+    vars(several)["CLOSE_WAIT_S"] = 1.0  # for the first rank, which has a fault and does not answer
+
+    def work(comm: MultiNodeCommunicator, cuda: FakeCuda) -> str:
+        last, text = comm.nranks - 1, ""
+        x = place(cuda, np.full(BIG, comm.rank, np.float32))
+        y = place(cuda, np.zeros(BIG, np.float32))
+        try:
+            if comm.rank == last:
+                comm.exchange([DeviceTransfer(False, 0, x)])
+            elif comm.rank == 0:
+                comm.exchange([DeviceTransfer(True, last, y)])
+                comm.synchronize()
+                assert np.array_equal(seen(y), np.full(BIG, last))
+                comm.exchange([DeviceTransfer(True, last, y)])
+                comm.synchronize()
+        except MiracclError as error:
+            text = f"{type(error).__name__}: {error}"
+        comm.close()
+        for memory in (x, y):
+            cuda.cuMemFree(memory.address)
+        return text
+
+    return str(run(hosts, work, lambda *_: None))

@@ -87,6 +87,9 @@ class Core:
     def check(self, name: str) -> None:
         pass
 
+    def departure_of(self, peer: int) -> MiracclError | None:
+        return None
+
     def wait_for_graph(self) -> tuple[str, ...]:
         return ()
 
@@ -320,3 +323,12 @@ def test_operations(hosts: str) -> None:
 def test_one_rank_without_access_stages_all(refuse: str, reason: str) -> None:
     (found,) = run_ranks(direct_ranks.refused, 1, refuse, timeout=60.0)
     assert reason in found
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("hosts", ["AB", "AABB"])
+def test_rank_that_has_left_is_not_waited_for(hosts: str) -> None:
+    """What it has sent before arrives; a message that it does not send is an error at once."""
+    (text,) = run_ranks(direct_ranks.exits, 1, hosts, timeout=60.0)
+    assert text.startswith("PeerDied: ")
+    assert f"rank {len(hosts) - 1} has left the communicator" in text

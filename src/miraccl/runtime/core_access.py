@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from miraccl import params
 from miraccl.diagnosis import blocked_ops
+from miraccl.diagnosis.error_codec import departure_error
 from miraccl.executor.cpu.kernels import layout
 
 if TYPE_CHECKING:
@@ -126,6 +127,15 @@ class CoreAccess:
         ``mine``, ``theirs``: signature and elements. ``text`` replaces their comparison.
         """
         return self.core.faults.message_mismatch(peer, mine, theirs, text)
+
+    def departure_of(self, peer: int) -> MiracclError | None:
+        """Return the error of a wait for a rank that has left in an orderly way, None if it has
+        not.
+        """
+        if not self.core.context.gone[peer]:
+            return None
+        reason = self.core.faults.left.get(peer, "finalized")
+        return departure_error(self.global_ranks[peer], reason, rank=self.rank, op=None)
 
     def break_with(self, error: MiracclError) -> MiracclError:
         """Set ``error`` as the fault, notify the peers, and return the error to raise."""

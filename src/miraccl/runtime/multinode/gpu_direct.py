@@ -45,6 +45,8 @@ LEAST_BYTES = 64
 """Smaller messages are sent with the bytes behind them, up to the alignment of a slot: those of 32
 bytes and less would be copied into a row by the CPU."""
 SEQUENCE_MASK = 0xFFFF
+LEFT_S = 0.1
+"""Time without progress after which a wait for a rank that has left is in vain."""
 CHECK_S = 1e-3
 """Time between two looks at faults while nothing moves."""
 POLL_S = 20e-6
@@ -198,16 +200,18 @@ class GpuDirect:
             direction.setdefault(message.peer, deque()).append(self._part(message, base, kind))
         landed = [part for queue in receives.values() for part in queue]
         granted = dict.fromkeys(receives, 0)
-        started = checked = clock.monotonic()
+        started = checked = last = clock.monotonic()
         while pending := [*receives, *sends]:
             moved = [self._receive(peer, receives[peer], granted) for peer in receives]
             moved += [self._send(peer, sends[peer]) for peer in sends]
             receives = {peer: queue for peer, queue in receives.items() if queue}
             sends = {peer: queue for peer, queue in sends.items() if self._is_sending(peer, queue)}
             now = clock.monotonic()
+            if any(moved):
+                last = now
             if now - checked > CHECK_S:
                 checked = now
-                self._check(name, pending[0], now - started)
+                self._check(name, pending[0], now - started, now - last)
             if not any(moved):
                 clock.sleep(POLL_S)
         if landed:
@@ -263,13 +267,19 @@ class GpuDirect:
         # The peer's count is not known: a message may be one of several of its transfer.
         raise self.core.message_mismatch(peer, (mine, part.elements), (theirs, -1), text)
 
-    def _check(self, name: str, peer: int, waited: float) -> None:
-        """Raise if the communicator has a fault, the peer is lost, or the deadline has passed."""
+    def _check(self, name: str, peer: int, waited: float, idle: float) -> None:
+        """Raise if the communicator has a fault, the peer is lost or has left, or the deadline has
+        passed.
+        """
         self.core.check(name)
         loss = self._losses.get(peer)
+        # What a peer has sent before it left, and its acknowledgements, still arrive.
+        left = self.core.departure_of(peer) if idle > LEFT_S else None
         error: MiracclError
         if loss is not None:
             error = loss.error(rank=self.core.rank, peer=peer)
+        elif left is not None:
+            error = left
         elif waited > self.core.timeout:
             error = CollectiveTimeout(
                 f"rank {self.core.rank} timed out: no progress within its timeout of "
@@ -304,8 +314,8 @@ class GpuDirect:
 
     # ---- end
 
-    def leave(self) -> None:
-        """Disconnect after all work, so that peers do not wait for this rank."""
+    def disconnect(self) -> None:
+        """End the connections, when no peer may still send or await acknowledgements."""
         self._access.close()
         if self.core.fault is None:
             self._transport.close()
@@ -314,6 +324,6 @@ class GpuDirect:
 
     def close(self) -> None:
         """Disconnect and free the memory. May be called twice."""
-        self.leave()
+        self.disconnect()
         for slots in self._slots:
             slots.close()

@@ -475,8 +475,6 @@ class MultiNodeRuntime:
             communicator.finalize()
         for streams in self._streams:
             streams.shutdown_writes()
-        if self.gpu_direct is not None:
-            self.gpu_direct.leave()
 
     def finalize(self) -> None:
         """Free all resources after ``staging`` was closed, with or without ``leave`` before."""
@@ -484,6 +482,6 @@ class MultiNodeRuntime:
         for streams in self._streams:
             streams.close()
         if self.gpu_direct is not None:
-            self.gpu_direct.leave()
+            self.gpu_direct.disconnect()
         for communicator in self._communicators:
             communicator.finalize()
