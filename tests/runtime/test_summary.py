@@ -57,6 +57,19 @@ def test_transports_are_explained() -> None:
     ]
 
 
+def test_paths_that_carry_nothing_are_named() -> None:
+    def path(peer: int, number: int, state: str) -> PathStatus:
+        here, there = f"10.0.{number}.1:5", f"10.0.{number}.2:7"
+        return PathStatus(
+            peer=peer, transport="udp", path=number, state=state, local=here, remote=there
+        )
+
+    paths = [path(1, 0, "OPEN"), path(1, 1, "PROBING"), path(2, 0, "OPEN"), path(2, 1, "SUSPECT")]
+    assert summary.explain_dead_paths(paths) == [
+        "  to 1: 1 of 2 paths work; not 10.0.1.1:5 to 10.0.1.2:7 (PROBING)"
+    ]
+
+
 def test_peers_that_lose_packets_are_named() -> None:
     def path(peer: int, sent: int, resent: int, transport: str = "tcp") -> PathStatus:
         return PathStatus(

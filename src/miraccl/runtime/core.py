@@ -129,10 +129,11 @@ class CommunicatorCore(CoreTransfers):
         return summary.describe_transports(self.fabric.choices)
 
     def connection_summary(self) -> str:
-        """Describe the connections of this rank, with the reason for each and what they lose."""
+        """Describe the connections of this rank, with the reason for each and what is wrong."""
         reasons = summary.explain_transports(self.fabric.choices)
-        losses = summary.explain_losses(self.fabric.paths())
-        return "\n".join([self.describe(), *reasons, *losses])
+        paths = self.fabric.paths()
+        states = [*summary.explain_dead_paths(paths), *summary.explain_losses(paths)]
+        return "\n".join([self.describe(), *reasons, *states])
 
     def _lost(self, rank: int, loss: Loss) -> None:
         """Handle the loss of the connection to ``rank``; called by transports on any thread."""

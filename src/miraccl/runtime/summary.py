@@ -81,6 +81,23 @@ def explain_losses(paths: Iterable[PathStatus]) -> list[str]:
     ]
 
 
+def explain_dead_paths(paths: Iterable[PathStatus]) -> list[str]:
+    """Name the paths to each peer that carry nothing now, such as between networks without a
+    route.
+    """
+    by_peer: dict[int, list[PathStatus]] = {}
+    for path in paths:
+        by_peer.setdefault(path.peer, []).append(path)
+    lines = []
+    for peer, found in sorted(by_peer.items()):
+        dead = [path for path in found if path.state in ("DEAD", "PROBING")]
+        if dead:
+            names = ", ".join(f"{path.local} to {path.remote} ({path.state})" for path in dead)
+            works = len(found) - len(dead)
+            lines.append(f"  to {peer}: {works} of {len(found)} paths work; not {names}")
+    return lines
+
+
 def _by_name(choices: Mapping[int, TransportChoice]) -> dict[str, list[int]]:
     """Peers of each transport, the best-scored transport first."""
     peers: dict[str, list[int]] = {}
