@@ -413,7 +413,7 @@ class HubServer:
                 for address in self._standby.get(rank, ())
                 if (probe := self._start_probe(rank, address)) is not None
             ]
-            self._judge_probes(rank)
+            self._evaluate_probes(rank)
         self._probe_at = now + PROBE_SECONDS if missing else None
 
     def _start_probe(self, rank: int, address: tuple[str, int]) -> _Probe | None:
@@ -432,9 +432,9 @@ class HubServer:
         problem = probe.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         probe.done, probe.refused = True, problem == errno.ECONNREFUSED
         self._selector.unregister(probe.sock)
-        self._judge_probes(probe.rank)
+        self._evaluate_probes(probe.rank)
 
-    def _judge_probes(self, rank: int) -> None:
+    def _evaluate_probes(self, rank: int) -> None:
         """Count a rank as dead if no address answers and one refuses the connection."""
         probes = self._probes[rank]
         if not all(probe.done for probe in probes):

@@ -158,10 +158,10 @@ def join_job(
         remote=next((host for host in hosts if not is_loopback(host)), None),
         poll=poll,
     )
-    link, meeting = search.run()
+    link, membership = search.run()
     session = LinkSession(
         link=link,
-        membership=meeting,
+        membership=membership,
         ranks=tuple(range(nranks)),
         rank=rank,
         timeout=session_timeout,

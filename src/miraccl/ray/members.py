@@ -152,10 +152,10 @@ def leave(_actor: Any, name: str) -> bool:
 
 def _register(name: str, comm: Communicator) -> None:
     with _lock:
-        taken = name in _joined
-        if not taken:
+        in_use = name in _joined
+        if not in_use:
             _joined[name] = comm
-    if taken:
+    if in_use:
         comm.abort("the name of its group is in use")
         comm.finalize()
         raise InvalidUsage(f"this process already belongs to group {name!r}", rank=comm.rank)

@@ -193,9 +193,9 @@ class Aggregation:
             if 4 * large > last:
                 break
             large *= 4
-        ways = range(-1, len(self._runs.forms(spec.collective)))
+        forms = range(-1, len(self._runs.forms(spec.collective)))
         turns = [
-            [[self._time(spec, nbytes, way) for nbytes in (small, large)] for way in ways]
+            [[self._time(spec, nbytes, form) for nbytes in (small, large)] for form in forms]
             for _ in range(REPEATS + 1)
         ]
         best = np.min(turns[1:], axis=0)

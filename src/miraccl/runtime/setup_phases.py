@@ -95,7 +95,7 @@ class SetupPhases:
         """Cancel the phases when a rank of the session dies or leaves inside the block."""
         over = False
 
-        def hear(event: Event) -> None:
+        def on_event(event: Event) -> None:
             if isinstance(event, PeerLost | PeerLeft) and not over:
                 died = isinstance(event, PeerLost)
                 who = f"rank {event.rank}" if event.rank >= 0 else "the control plane"
@@ -106,12 +106,12 @@ class SetupPhases:
                     )
                 )
 
-        self.session.on_event(hear)
+        self.session.on_event(on_event)
         try:
             yield
         finally:
             over = True
-            self.session.off_event(hear)
+            self.session.off_event(on_event)
 
     def check(self) -> None:
         """Raise the error with which the phases were cancelled, if any."""

@@ -245,8 +245,8 @@ class SparseReducer:
         expected = call.density if call.density is not None else sampled
         where = " for window memory" if in_window else ""
         if limit == 0.0 or (expected is not None and expected > limit):
-            told = "" if expected is None else f"about {expected:.1%} of the blocks are not zero; "
-            why = f"dense: {told}the break-even density{where} is {limit:.1%}"
+            share = "" if expected is None else f"about {expected:.1%} of the blocks are not zero; "
+            why = f"dense: {share}the break-even density{where} is {limit:.1%}"
             return self._run_dense(call, limit, why)
         pieces = self._pieces(call)
         sums: list[PieceSum] = []

@@ -163,7 +163,7 @@ def _connect(
 
 def _read_id(store: Any, rank: int, deadline: Deadline, look: Callable[[], None]) -> str:
     """Wait for the id that rank 0 publishes for this attempt."""
-    nap = BACKOFF_FIRST_S
+    pause_s = BACKOFF_FIRST_S
     try:
         while (text := _read(store)) == _NONE or (rank, text) in _failed_ids:
             look()
@@ -173,8 +173,8 @@ def _read_id(store: Any, rank: int, deadline: Deadline, look: Callable[[], None]
                     rank=rank,
                     peer=0,
                 )
-            clock.sleep(nap)
-            nap = min(2 * nap, BACKOFF_LAST_S)
+            clock.sleep(pause_s)
+            pause_s = min(2 * pause_s, BACKOFF_LAST_S)
     except RuntimeError as error:  # some stores raise DistStoreError, others not
         raise BootstrapError(
             f"cannot read the unique id of rank 0 from the store: {error}", rank=rank, peer=0

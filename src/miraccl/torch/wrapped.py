@@ -100,14 +100,14 @@ def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
         group = _group(getattr(first, "group", None))
         if not isinstance(group, ProcessGroupMiraccl) or not isinstance(tensor, torch.Tensor):
             return original(p2p_op_list)
-        elsewhere = group.other_group_for([tensor]) is not None
+        mixed = group.other_group_for([tensor]) is not None
         together = (
-            group._get_backend(tensor.device).supports_coalescing if elsewhere else tensor.is_cuda
+            group._get_backend(tensor.device).supports_coalescing if mixed else tensor.is_cuda
         )
         if not together:
             return original(p2p_op_list)
         distributed_c10d._check_p2p_op_list(p2p_op_list)
-        if elsewhere:
+        if mixed:
             with distributed_c10d._coalescing_manager(
                 group, tensor.device, async_ops=True
             ) as manager:

@@ -76,12 +76,12 @@ def _paired_prefix(
     steps: Program, rank: int, nranks: int, sent: Counter[Signal], received: Counter[Signal]
 ) -> int:
     """Return the number of steps before the first signal or wait without its counterpart."""
-    own_sent, own_taken = Counter[Signal](), Counter[Signal]()
+    own_sent, own_received = Counter[Signal](), Counter[Signal]()
     for number, step in enumerate(steps):
         own_sent.update(signals := list(_sent_signals(step, rank, nranks)))
-        own_taken.update(waits := list(_received_signals(step, rank, nranks)))
+        own_received.update(waits := list(_received_signals(step, rank, nranks)))
         if any(own_sent[end] > received[end] for end in signals) or any(
-            own_taken[end] > sent[end] for end in waits
+            own_received[end] > sent[end] for end in waits
         ):
             return number
     return len(steps)

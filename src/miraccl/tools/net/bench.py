@@ -82,7 +82,7 @@ class SizeBench:
         batches = [self._timed(self._ping_pong, max(1, messages // 5)) for _ in range(5)]
         latency = statistics.median(batches) / 2
         oneway = self._timed(self._one_way, messages, whole=True)
-        both = self._timed(self._both_ways, messages)
+        both = self._timed(self._send_and_receive, messages)
         self._check()
         # The client knows the time of all that crossed; both show the same row.
         values = {"latency": latency, "oneway": oneway, "both": both, "wrong": self.wrong}
@@ -135,13 +135,13 @@ class SizeBench:
                 self.comm.send(self.out, self.pair.peer)
             self.comm.recv(self.token, self.pair.peer)
 
-    def _both_ways(self) -> None:
+    def _send_and_receive(self) -> None:
         self.comm.sendrecv(self.out, self.pair.peer, self.into, self.pair.peer)
 
     def _check(self) -> None:
         """Compare one more message of each direction with what was sent."""
         self.into[:] = 255
-        self._both_ways()
+        self._send_and_receive()
         self.wrong = int(np.count_nonzero(self.into != pattern(self.nbytes, self.pair.peer)))
 
 
