@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,6 +143,22 @@ def test_properties_out_of_range_are_shown(tmp_path: Path, monkeypatch: pytest.M
     (device,) = report().devices
     assert device.speed_mbit == -7 or device.speed_mbit == 0
     json.dumps(device.details, allow_nan=False)
+
+
+@pytest.mark.parametrize("end", ["SIGKILL", "exit status 7"])
+def test_a_plugin_that_ends_the_process_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    def devices(plugin: ForeignPlugin, count: int) -> int:
+        if end == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(7)
+
+    foreign = ForeignPlugin(tmp_path, 8, faults={"devices": devices})
+    monkeypatch.setenv("MIRACCL_NET", f"plugin:{foreign.path}")
+    (finding,) = report().findings
+    assert finding.status == "missing"
+    assert f"one ends the process ({end})" in finding.found
 
 
 def test_listen_without_an_object(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ class GpuSlots:
         self._gpu.copy(device, slot, nbytes, stream)
 
     def close(self) -> None:
-        """Free the memory, which no adapter accesses any more. May be called twice."""
+        """Free the memory after its registrations have ended. May be called twice."""
         address, self.address = self.address, 0
         if address:
             self._gpu.free(address)

@@ -2,17 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from pathlib import Path
 
 from miraccl import params
-from miraccl.errors import MiracclError
+from miraccl.errors import MiracclError, SystemFailure
 from miraccl.native.nccl_net_abi import PTR_CUDA, PTR_DMABUF
+from miraccl.native.nccl_net_plugin import NetPlugin, PluginDevice
 from miraccl.tools.findings import DoctorFinding
 from miraccl.tools.net.devices import DeviceReport, NetDevice
 from miraccl.topo.detect import NetInfo
 from miraccl.topo.sysfs import BUS_ID
 from miraccl.transport import registry
 from miraccl.transport.net_plugin import DEVICE, load, plugin_paths
+
+#: Time for a plugin to load and describe its devices.
+TRIAL_S = 30
+
+
+def find_devices() -> tuple[NetPlugin, list[PluginDevice]]:
+    """Return the plugin that the settings name, and its devices.
+
+    A child process loads it first, because some plugins end the process that does.
+
+    Raises:
+        InvalidUsage, SystemFailure: It is not named, or cannot be used.
+    """
+    paths = plugin_paths()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(TRIAL_S)
+        with contextlib.suppress(Exception):  # this process reports it
+            load(paths).devices()
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code:
+        end = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        raise SystemFailure(
+            f"cannot use the network plugins {', '.join(paths)}: one ends the process ({end})",
+            hint="its own output says why",
+        )
+    plugin = load(paths)
+    return plugin, plugin.devices()
 
 
 def nets() -> list[NetInfo] | None:
@@ -34,7 +67,7 @@ def nets() -> list[NetInfo] | None:
             bus_id=_bus_id(device.pci_path),
             latency_us=device.latency_us,
         )
-        for index, device in enumerate(load(plugin_paths()).devices())
+        for index, device in enumerate(find_devices()[1])
     ]
 
 
@@ -50,8 +83,7 @@ def report() -> DeviceReport:
     if not selected and not params.NET_PLUGIN.read():
         return DeviceReport(devices=())
     try:
-        plugin = load(plugin_paths())
-        found = plugin.devices()
+        plugin, found = find_devices()
     except MiracclError as error:
         finding = DoctorFinding(
             name="network plugin",
