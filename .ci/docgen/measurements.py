@@ -177,6 +177,12 @@ BENCHMARKS = (
         text="Ratios to perftest on Soft-RoCE, in the same boot of a guest with one processor.",
     ),
     Benchmark(
+        folder="udp_cpu",
+        title="Processor time of UDP",
+        script="bench/udp_paths.py --rows loopback cpu",
+        text="Over loopback, and between namespaces without a limit of the rate; beside TCP.",
+    ),
+    Benchmark(
         folder="udp_loss",
         title="UDP on one path with loss",
         script="bench/udp_paths.py --rows one tail",

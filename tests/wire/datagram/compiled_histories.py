@@ -139,10 +139,6 @@ class CompiledWorld:
         """Return a word of the world."""
         return int(struct.unpack("<q", memory_at(self.address + offset, 8))[0])
 
-    def side_word(self, number: int, offset: int) -> int:
-        """Return a word of a side."""
-        return self.word(layout.SIDES + number * layout.SIDE_BYTES + offset)
-
     def run(
         self, first: int, count: int, *, protection: int = -1
     ) -> tuple[dict[str, int], list[tuple[int, str]]]:

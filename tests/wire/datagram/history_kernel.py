@@ -9,16 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from miraccl.native.intrinsics import inline, load, load8, memcpy, store, store8
-from miraccl.proxy.kernels import aegis, link_layout, ranges
 from miraccl.proxy.kernels import flow_layout as fl
+from miraccl.proxy.kernels import link_layout, ranges
 from miraccl.proxy.kernels.aegis_vectors import aegis_compiled
 from miraccl.proxy.kernels.credit import credit_timer, issue_grants
 from miraccl.proxy.kernels.datagram_io import (
     build,
-    crypt_aegis,
     group_of,
     on_datagram,
-    set_nonce,
     vectors_of,
 )
 from miraccl.proxy.kernels.flow_path import path_of, sent_at
@@ -659,32 +657,7 @@ def run_histories(world: int, first: int, number: int) -> int:
     return -1
 
 
-def aegis_mac(port: int, key: int, packet: int, size: int) -> int:
-    """Write the MAC of a packet behind it, in parts as of iovecs; return 0 without AEGIS."""
-    context = port + fl.PORT_AEGIS
-    aegis.start(context, key, set_nonce(port, packet))
-    at, part = 0, 1
-    while at < size:
-        aegis.absorb(context, packet + at, min(part, size - at))
-        at += part
-        part = part * 3 + 1
-    aegis.end_absorbing(context)
-    aegis.finish(context, 0, packet + size)
-    return aegis_compiled()
-
-
-def aegis_aead(port: int, key: int, packet: int, size_and_decrypts: int) -> int:
-    """Encrypt or decrypt a packet in place and write its tag behind it."""
-    size = size_and_decrypts >> 1
-    crypt_aegis(port, key, packet, size + 16, size_and_decrypts & 1 != 0, packet + size)
-    return 0
-
-
-EXPORTS: dict[str, Any] = {
-    "run_histories": run_histories,
-    "aegis_mac": aegis_mac,
-    "aegis_aead": aegis_aead,
-}
+EXPORTS: dict[str, Any] = {"run_histories": run_histories}
 for _name, _controller in CONTROLLERS.items():
     EXPORTS[f"{_name}_acked"] = _controller.acked
     EXPORTS[f"{_name}_lost"] = _controller.lost
