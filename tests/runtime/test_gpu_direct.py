@@ -238,6 +238,31 @@ def test_messages_survive_a_failing_queue_pair(make: Any) -> None:
     exchange(ranks, [200_000] * 3, rounds=4)
 
 
+@pytest.mark.parametrize("how", ["port", "quiet port", "device"])
+def test_messages_survive_a_failing_adapter(
+    make: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The others are flushed, and the one that comes back is as well."""
+    monkeypatch.setenv("MIRACCL_NET_FORCE_FLUSH", "1")
+    ranks = make(devices=3, flush=True)
+    wire = ranks.world.verbs.wire
+    exchange(ranks, [200_000] * 3, rounds=2)
+    started = clock.monotonic()
+    if how == "device":
+        wire.kill_device("sim1r1")
+    else:
+        wire.port_down("sim1r1", quietly=how == "quiet port")
+    exchange(ranks, [200_000] * 3, rounds=4)
+    assert clock.monotonic() - started < 5
+    if how == "device":
+        return
+    wire.mend()
+    for rank in (0, 1):
+        working = ranks.world.transports[rank].working_devices
+        ranks.world.wait(lambda working=working: working() == {0, 1, 2}, "it stays away")
+    exchange(ranks, [200_000] * 3, rounds=4)
+
+
 @pytest.mark.parametrize("nbytes", [16, 100, 100_000])
 def test_counts_that_differ_are_named(make: Any, nbytes: int) -> None:
     ranks, errors = make(timeout=5.0), dict[int, MiracclError]()

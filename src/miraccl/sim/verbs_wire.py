@@ -279,6 +279,7 @@ class Wire:
         """Lose everything from and to a device; report it unless ``quietly``."""
         with self.lock:
             self._down.add(device)
+            self._write_posted(device)
         if not quietly:
             self._report(device, abi.EVENT_PORT_ERR)
 
@@ -287,6 +288,7 @@ class Wire:
         with self.lock:
             self._dead.add(device)
             self._down.add(device)
+            self._write_posted(device)
         self._report(device, abi.EVENT_DEVICE_FATAL)
 
     def _report(self, device: str, event: int) -> None:

@@ -205,6 +205,9 @@ class VerbsPort(Doorbell, Protocol):
     def add_region(self, address: int, nbytes: int) -> None:
         """Keep memory registered on all devices until ``remove_region`` or the end."""
 
+    def working_devices(self) -> set[int]:
+        """Return the devices with a queue pair that has not failed; any thread may call it."""
+
     def add_gpu_region(self, memory: GpuRange) -> list[int]:
         """Keep GPU memory registered until the end; return its remote key on each device."""
 
@@ -396,6 +399,10 @@ class VerbsTransport(Transport):
     def devices(self) -> Sequence[VerbsDevice]:
         """Opened devices, from ``setup`` to the end."""
         return self._devices
+
+    def working_devices(self) -> set[int]:
+        """Return the numbers of the devices with a queue pair that has not failed."""
+        return self._engine.working_devices() if self._engine is not None else set()
 
     def register_gpu(self, memory: GpuRange) -> list[int]:
         """Register GPU memory for payloads until the end; return its remote key on each device.

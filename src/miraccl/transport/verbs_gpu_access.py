@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from miraccl import clock, trace
+from miraccl.errors import SystemFailure
 from miraccl.native.verbs_abi import VerbsLibrary, has_data_direct
 from miraccl.topo.hca import Hca
 from miraccl.transport.verbs_device import VerbsDevice
@@ -19,6 +21,14 @@ from miraccl.transport.verbs_gpu_memory import (
     probe,
 )
 from miraccl.wire.verbs.flush import FlushDecision, FlushMethod, decide_flush
+
+log = trace.logger("verbs")
+DRAIN_S = 1e-3
+"""Time in which writes that an adapter posted before it failed reach the GPU, far more than they
+need: no read through the adapter can say that they have."""
+RETRY_S = 60.0
+"""Longest time in which an adapter's queue pairs count as working while its flush fails: they
+notice the same failure by their own timeout (``MIRACCL_IB_TIMEOUT``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +66,8 @@ class GpuAccess:
     registration: RegistrationDecision
     flush_decision: FlushDecision | None = None
     _queues: list[FlushQueue] = field(default_factory=list)
+    _working: set[int] = field(default_factory=set)  # adapters at the last flush
+    _errors: dict[int, SystemFailure] = field(default_factory=dict)
 
     @property
     def description(self) -> str:
@@ -101,17 +113,62 @@ class GpuAccess:
                 queue.open()
                 queue.verify(address, key, read)
                 self._queues.append(queue)
+            self._working = set(range(len(devices)))
             if method is not FlushMethod.NONE:
                 stack.pop_all()
                 return
         self._queues.clear()
 
-    def flush(self, address: int, nbytes: int, keys: Sequence[int]) -> None:
-        """Make what the adapters have written visible to the GPU. Raises ``SystemFailure``."""
-        for queue, key in zip(self._queues, keys, strict=False):
-            queue.post(address, nbytes, key)
-        for queue in self._queues:
-            queue.wait()
+    def flush(
+        self,
+        address: int,
+        nbytes: int,
+        keys: Sequence[int],
+        working: Callable[[], set[int]],
+    ) -> None:
+        """Make what the adapters have written visible to the GPU.
+
+        Args:
+            working: Returns the numbers of the adapters that may have written. One whose queue
+                pairs have failed is left out until they work again.
+
+        Raises:
+            SystemFailure: An adapter that works cannot flush.
+        """
+        if not self._queues:
+            return
+        now = working()
+        lost, self._working = self._working - now, now
+        failed = {i for i in now if not self._try(i, FlushQueue.post, address, nbytes, keys[i])}
+        failed |= {i for i in now - failed if not self._try(i, FlushQueue.wait)}
+        until = clock.monotonic() + RETRY_S
+        for index in failed:
+            while not self._try(index, FlushQueue.flush, address, nbytes, keys[index]):
+                if index not in working():
+                    lost.add(index)
+                    self._working.discard(index)
+                    break
+                if clock.monotonic() > until:
+                    raise self._errors[index]
+                clock.sleep(DRAIN_S)
+        if lost:
+            clock.sleep(DRAIN_S)
+
+    def _try(self, index: int, action: Callable[..., None], *args: int) -> bool:
+        """Run an action on an adapter's queue pair, made again if it has failed; False if that
+        fails.
+        """
+        queue = self._queues[index]
+        try:
+            if not queue.queue:
+                queue.open()
+            action(queue, *args)
+        except SystemFailure as error:
+            log.warning("%s", error)
+            self._errors[index] = error
+            queue.close()
+            return False
+        return True
 
     def close(self) -> None:
         """Destroy the queue pairs of the flush; idempotent."""

@@ -97,6 +97,17 @@ class VerbsEngine(CompiledThread[EngineConnection]):
         """Return the queue pair that carries each stream to a peer."""
         return list(self._peers[peer].failover.route)
 
+    def working_devices(self) -> set[int]:
+        """Return the devices with a queue pair that has not failed; any thread may call it."""
+        count = max(1, len(self._devices.devices))
+        return {
+            qp % count
+            for each in list(self._peers.values())
+            if each.alive
+            for qp in range(each.count)
+            if each.qp_word(qp, layout.QP_STATE) <= layout.QP_ACTIVE
+        }
+
     def add_devices(self, devices: Sequence[VerbsDevice]) -> None:
         self._call(lambda: self._add_devices(devices))
 

@@ -216,7 +216,8 @@ class GpuDirect:
                 clock.sleep(POLL_S)
         if landed:
             # One request per adapter flushes all that it has written before.
-            self._access.flush(landed[-1].address, landed[-1].nbytes, slots.keys)
+            last_part, working = landed[-1], self._transport.working_devices
+            self._access.flush(last_part.address, last_part.nbytes, slots.keys, working)
 
     def _part(self, message: StagedMessage, base: int, kind: CollectiveKind | None) -> _Part:
         collective, root = kind or (Collective.SEND_RECV, 0)
