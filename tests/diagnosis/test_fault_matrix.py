@@ -46,7 +46,7 @@ def test_a_killed_rank(net: str, phase: str, tmp_path: Path) -> None:
         assert error["after"] < SECONDS_TO_NOTICE
         if phase != "connect":
             assert error["peer"] == 1
-            assert ("send/recv" if phase == "p2p" else "all_reduce") in error["op"]
+            assert ("send" if phase == "p2p" else "all_reduce") in error["op"]
             assert error["shrunk"][1:] == [2, 3.0]  # over new connections of the same network
 
 

@@ -170,7 +170,7 @@ class CommunicatorCore(CoreTransfers):
         if code >= layout.ERR_ABORTED:
             self._raise_fault(code, name)
         if not self.closed:
-            self.faults.check()
+            self.faults.check(name)
         self.check_open(name)
 
     def check_open(self, name: str) -> None:
@@ -191,7 +191,7 @@ class CommunicatorCore(CoreTransfers):
             # The interrupted operation cannot be resumed, so the other ranks are notified first.
             self.abort(f"a signal handler raised an exception in {name}")
             self.context.reraise_deferred()
-        raise self.faults.explain(code)
+        raise self.faults.explain(code, name)
 
     # ---- collectives
 

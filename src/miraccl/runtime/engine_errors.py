@@ -77,9 +77,12 @@ class EngineErrors:
 
     # ---- engine codes
 
-    def current_op(self) -> str:
-        """Return the description of the operation that this rank is in."""
-        return describe_operation(self._fabric.board())
+    def current_op(self, name: str) -> str:
+        """Describe the operation ``name`` that this rank is in or has just left."""
+        board = self._fabric.board()
+        if ("send" in name or "recv" in name) and not board["p2p_sig"]:
+            return name  # it has left the message: the page shows the collective before it
+        return describe_operation(board)
 
     def aborted(self, op: str) -> MiracclError:
         """Return the error of an operation that was aborted without a known reason."""

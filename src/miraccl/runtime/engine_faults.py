@@ -147,9 +147,10 @@ class CpuFaults(CommunicatorFaults):
             except MiracclError as error:
                 raise self._explain_control_op(error, name, tag) from None
 
-    def check(self) -> None:
-        """Raise the fault, if there is one."""
+    def check(self, name: str | None = None) -> None:
+        """Raise the fault, if there is one, as that of operation ``name`` if it has none."""
         if self.fault is not None:
+            self.fault.op = self.fault.op or name
             raise self._raised(self.fault)
 
     def _explain_control_op(self, error: MiracclError, name: str, tag: str) -> MiracclError:
@@ -321,10 +322,10 @@ class CpuFaults(CommunicatorFaults):
         self.mark_reported()
         return error
 
-    def explain(self, code: int) -> MiracclError:
-        """Return the error for an ERR_* code of the engine; the caller raises it."""
+    def explain(self, code: int, name: str) -> MiracclError:
+        """Return the error for an ERR_* code of operation ``name``; the caller raises it."""
         self.raised = True
-        op = self._errors.current_op()
+        op = self._errors.current_op(name)
         if code in _CAUSE_WAIT_S:
             self._await_cause(_CAUSE_WAIT_S[code])
             if self.fault is not None and self.fault.op is None:
