@@ -157,6 +157,7 @@ def test_rail_that_goes_down_and_comes_back(pair: VerbsWorld) -> None:
 PROGRAM = """
 import os
 import numpy as np, miraccl
+from miraccl.executor.cpu.kernels import layout
 os.environ["MIRACCL_HOSTID"] = "host" + os.environ["MIRACCL_RANK"]
 os.environ["MIRACCL_IB_HCA"] = "=rxe" + os.environ["MIRACCL_RANK"]
 with miraccl.init() as comm:
@@ -166,6 +167,7 @@ with miraccl.init() as comm:
         assert (x == np.arange(n, dtype=np.float32) * comm.nranks + 1).all()
     summary = str(comm.summary())
     assert "verbs" in summary, summary
+    assert comm._core.context.get(layout.CTX_DRIVE) != 0
 print("right")
 """
 

@@ -12,7 +12,12 @@ import pytest
 
 from miraccl import clock
 from miraccl.proxy.kernels import link_layout as layout
-from miraccl.proxy.kernels.progress_engine import DRIVE_HAND_OVER, DRIVE_POLL, DRIVE_POSTED
+from miraccl.proxy.kernels.progress_engine import (
+    DRIVE_HAND_OVER,
+    DRIVE_POLL,
+    DRIVE_POSTED,
+    DRIVE_SLEEP,
+)
 from miraccl.proxy.verbs.packet_engine import VerbsDatagramEngine
 from miraccl.sim.verbs_wire import Wire
 from miraccl.transport.base import FifoPair
@@ -30,13 +35,14 @@ class Rank:
 
     def __init__(self, engine: Any, pair: FifoPair) -> None:
         self.engine = engine
-        function, self.argument = self.engine.driver(overlap=False)
-        self._drive = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(function)
+        driving = self.engine.driver(overlap=False)
+        self.argument, self.sleeps = driving.argument, driving.sleeps
+        self._drive = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(driving.function)
         atomics = native_atomics()
         self.send, self.recv = SendEnd(pair.send, atomics), RecvEnd(pair.recv, atomics)
 
-    def drive(self, mode: int = DRIVE_POLL) -> int:
-        return int(self._drive(self.argument, mode, 0, 0))
+    def drive(self, mode: int = DRIVE_POLL, nanoseconds: int = 0) -> int:
+        return int(self._drive(self.argument, mode, nanoseconds, 0))
 
     def post(self, data: bytes) -> None:
         while not self.send.post(data):
@@ -90,6 +96,56 @@ def ranks(request, monkeypatch):
     engines: Any = world.packet_engines if kind else world.engines
     yield [Rank(engines[rank], pair) for rank, pair in enumerate(pairs)]
     world.close()
+
+
+@pytest.fixture(params=[None, PairKind.UD, PairKind.UC])
+def one_core_ranks(request, monkeypatch):
+    for module in ("verbs.engine", "verbs.packet_engine", "compiled_thread"):
+        monkeypatch.setattr(f"miraccl.proxy.{module}.has_one_core", lambda: True)
+    world = build_verbs_world(2, kind=request.param)
+    pairs = connect(world)
+    engines: Any = world.packet_engines if request.param else world.engines
+    yield [Rank(engines[rank], pair) for rank, pair in enumerate(pairs)]
+    world.close()
+
+
+def receive_asleep(rank: Rank) -> bytes:
+    """Receive a message; a wake-up that is lost takes much longer than the test may."""
+    while (message := rank.recv.peek()) is None:
+        if not rank.drive(DRIVE_SLEEP, int(10 * WAIT_S * 1e9)):
+            rank.drive(DRIVE_HAND_OVER)
+    assert message.payload is not None
+    data = bytes(message.payload)
+    rank.recv.consume()
+    return data
+
+
+def test_executors_with_a_single_core_sleep_in_drive(one_core_ranks):
+    turns = 100
+
+    def answer() -> None:
+        for turn in range(turns):
+            one_core_ranks[1].post(receive_asleep(one_core_ranks[1]) + bytes([turn]))
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(answer)
+        for turn in range(turns):
+            data = bytes([turn]) * (turn * 40)
+            one_core_ranks[0].post(data)
+            assert receive_asleep(one_core_ranks[0]) == data + bytes([turn])
+        done.result(WAIT_S)
+    assert all(rank.sleeps for rank in one_core_ranks)
+
+
+def test_the_thread_posts_what_an_executor_has_deferred(one_core_ranks):
+    """The executor publishes messages while one is in flight, and never waits."""
+    sender, receiver = one_core_ranks
+    for turn in range(5):
+        sender.drive()  # the thread dozes from now on
+        for part in range(4):
+            sender.post(bytes([turn, part]))
+        for part in range(4):
+            assert receiver.receive(drives=False) == bytes([turn, part])
 
 
 def test_messages_of_executors_that_drive(ranks):

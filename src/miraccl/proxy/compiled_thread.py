@@ -105,7 +105,7 @@ class CompiledThread(ProgressThread[LinkT]):
         self._entries = _TABLE_ENTRIES
         if spin_ns is None:
             spin_ns = 0 if has_one_core() else SPIN_NS
-        self._control, self._spin_ns = control, spin_ns
+        self._control, self._spin_ns, self._wake_fd = control, spin_ns, -1
         super().__init__(rank=rank, wake=wake, on_lost=on_lost, atomics=atomics)
 
     def _function(self, name: str) -> Kernel:
@@ -120,6 +120,12 @@ class CompiledThread(ProgressThread[LinkT]):
 
     def _service(self) -> None:
         """Do what compiled code leaves to Python; called after every return of the loop."""
+
+    def close(self, *, linger: float = 0.0) -> None:
+        super().close(linger=linger)
+        if self._wake_fd >= 0:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
 
     # --- the thread
 
@@ -141,8 +147,24 @@ class CompiledThread(ProgressThread[LinkT]):
             (layout.ENGINE_ASLEEP, self.asleep),
             (layout.ENGINE_CTRL, self._control),
             (layout.ENGINE_SPIN_NS, self._spin_ns),
+            (layout.ENGINE_DOZE_NS, layout.DOZE_NS),
         ):
             self._set(offset, value)
+
+    def _share_core(self, channels: Sequence[int]) -> None:
+        """Let executors sleep in ``drive``, as they share a single core with the thread.
+
+        Args:
+            channels: Descriptor of the completion channel of each device.
+        """
+        if self._wake_fd < 0:
+            self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        fds = (self._wake_fd, *channels)
+        for index, fd in enumerate(fds):
+            self._set(layout.ENGINE_SLEEP_FDS + 8 * index, fd | select.POLLIN << 32)
+        self._set(layout.ENGINE_NSLEEP_FDS, len(fds))
+        self._set(layout.ENGINE_DOZE_NS, layout.ONE_CORE_DOZE_NS)
+        self._set(layout.ENGINE_ONE_CORE, 1)
 
     def _request_attention(self) -> None:
         self._set(layout.ENGINE_ATTENTION, 1)

@@ -23,7 +23,7 @@ from typing import Generic, Protocol, TypeVar
 from miraccl import clock, trace
 from miraccl.errors import CommunicatorClosed, MiracclError, as_system_failure
 from miraccl.proxy.commands import COMMAND_TIMEOUT_S, CommandQueue
-from miraccl.transport.base import OnLost, Wake
+from miraccl.transport.base import Driving, OnLost, Wake
 from miraccl.transport.fifo import Atomics, native_atomics
 from miraccl.wire.proxy_records import Loss
 
@@ -118,14 +118,13 @@ class ProgressThread(abc.ABC, Generic[PeerT]):
         """Eventfd that executors write when ``asleep`` is set."""
         return self._doorbell
 
-    def driver(self, *, overlap: bool) -> tuple[int, int]:
-        """Return a compiled function by which a waiting executor advances the connections itself,
-        and its first argument; the function is 0 if there is none.
+    def driver(self, *, overlap: bool) -> Driving:
+        """Return how a waiting executor advances the connections itself.
 
         Args:
             overlap: There is a core for the thread beside that of the executor.
         """
-        return 0, 0
+        return Driving()
 
     def detach(self, peers: Sequence[int], *, linger: float) -> None:
         """Send what is posted for at most ``linger`` seconds, then close these connections.

@@ -16,7 +16,7 @@ from miraccl import native
 from miraccl.proxy.compiled_thread import CompiledThread
 from miraccl.proxy.kernels import link_layout as layout
 from miraccl.proxy.link_memory import LinkMemory
-from miraccl.transport.base import NetConnection, OnLost, Wake
+from miraccl.transport.base import Driving, NetConnection, OnLost, Wake
 from miraccl.transport.fifo import Atomics, PrivateMemory
 from miraccl.wire.proxy_records import LinkConfig, Loss, LossKind
 from miraccl.wire.stream import MAX_TEXT_BYTES, MIN_SEGMENT_BYTES, Frame, FrameType, encode_frame
@@ -129,9 +129,8 @@ class ProgressEngine(CompiledThread[EngineLink]):
 
     # --- other threads
 
-    def driver(self, *, overlap: bool) -> tuple[int, int]:
-        """Return a compiled function by which a waiting executor advances the links itself, and
-        its first argument (``progress_engine.drive``); the function is 0 if there is none.
+    def driver(self, *, overlap: bool) -> Driving:
+        """Return how a waiting executor advances the links itself (``progress_engine.drive``).
 
         Args:
             overlap: There is a core for the thread beside that of the executor: it moves large
@@ -141,7 +140,7 @@ class ProgressEngine(CompiledThread[EngineLink]):
         if not overlap:
             self._set(layout.ENGINE_SPIN_NS, 0)
         self._set(layout.ENGINE_OVERLAP, int(overlap))
-        return self._drive, self._memory.address
+        return Driving(self._drive, self._memory.address)
 
     def attach(self, connections: Sequence[NetConnection]) -> None:
         """Take over the sockets of all connections and start to move messages; of none on

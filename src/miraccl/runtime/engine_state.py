@@ -12,7 +12,7 @@ from miraccl.executor.cpu.kernels import layout
 from miraccl.native import atomics
 from miraccl.runtime import group
 from miraccl.runtime.rank_records import RankRecords
-from miraccl.transport.base import Capability, FifoPair, NetworkProxy
+from miraccl.transport.base import Capability, FifoPair, NetworkProxy, Transport
 
 #: Wait policies of ranks with a core each, and of ranks that share cores.
 DEDICATED_CORES = WaitPolicy(spin=1000, yields=5)
@@ -72,18 +72,21 @@ def wait_policy(ranks_per_core: float, timeout: float, membarrier: bool) -> Wait
     return replace(policy, timeout_s=timeout, membarrier=membarrier and policy.membarrier)
 
 
-def drive_network(context: Context, proxy: NetworkProxy, ranks_per_core: float) -> None:
+def drive_network(context: Context, proxy: NetworkProxy | Transport, ranks_per_core: float) -> None:
     """Let the engine advance the connections of ``proxy`` while it waits, if the proxy can."""
-    function, argument = proxy.driver(overlap=ranks_per_core <= OVERLAP_RANKS_PER_CORE)
-    if function == 0:
-        if len(os.sched_getaffinity(0)) == 1:
-            context.set(layout.CTX_SPIN, ONE_CORE_SPINS)
-            context.set(layout.CTX_YIELDS, ONE_CORE_YIELDS)
-        return
-    context.set(layout.CTX_SPIN, DRIVING_SPINS)
-    context.set(layout.CTX_YIELDS, DRIVING_YIELDS)
-    context.set(layout.CTX_DRIVEN, argument)
-    context.set(layout.CTX_DRIVE, function)
+    driving = proxy.driver(overlap=ranks_per_core <= OVERLAP_RANKS_PER_CORE)
+    if driving.sleeps:
+        context.set(layout.CTX_SPIN, 0)
+        context.set(layout.CTX_YIELDS, 0)
+    elif driving.function:
+        context.set(layout.CTX_SPIN, DRIVING_SPINS)
+        context.set(layout.CTX_YIELDS, DRIVING_YIELDS)
+    elif len(os.sched_getaffinity(0)) == 1:
+        context.set(layout.CTX_SPIN, ONE_CORE_SPINS)
+        context.set(layout.CTX_YIELDS, ONE_CORE_YIELDS)
+    context.set(layout.CTX_DRIVE_SLEEPS, int(driving.sleeps))
+    context.set(layout.CTX_DRIVEN, driving.argument)
+    context.set(layout.CTX_DRIVE, driving.function)
 
 
 def fanout_bytes(slot_bytes: int, receivers: int, window_bytes: int) -> int:

@@ -167,9 +167,10 @@ class ProcessFabric:
                 self.ranks_per_core, self.timeout, all(a["membarrier"] for a in abilities)
             ),
         )
-        if len(self._proxies) == 1:  # a wait drives one proxy
-            (proxy,) = self._proxies.values()
-            drive_network(self.context, proxy, self.ranks_per_core)
+        networks = [opened[name][0] for name in peers if _needs_progress(name)]
+        if len(networks) == 1:  # a wait drives one proxy, or the engine of one transport
+            mover = next(iter(self._proxies.values()), networks[0])
+            drive_network(self.context, mover, self.ranks_per_core)
         slots = [pair.send.slot_bytes for pair in self.pairs.values()]
         slot_bytes = min(slots, default=shm.slot_bytes)
         # Hosts with many ranks have smaller slots; all ranks use the smallest.

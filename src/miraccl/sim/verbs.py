@@ -331,7 +331,10 @@ class SimulatedVerbs:
 
     def _req_notify_cq(self, queue: int, solicited: int) -> int:
         with self.wire.lock:
-            self._object(queue).armed = True
+            record = self._object(queue)
+            # An arming for all completions is not weakened by a later one.
+            record.solicited_only = bool(solicited) and (record.solicited_only or not record.armed)
+            record.armed = True
         return 0
 
     def _poll_cq(self, queue: int, most: int, wcs: int) -> int:
@@ -386,6 +389,7 @@ class SimulatedVerbs:
             qkey=record.pad0,
             addend=record.rkey | record.pad0 << 32,
             atomic_rkey=record.pad1[1] & 0xFFFFFFFF,
+            solicited=bool(record.send_flags & abi.SEND_SOLICITED),
         )
 
     def _post_recv(self, qp: int, wr: int, bad: int) -> int:

@@ -53,7 +53,7 @@ class Channel:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """Work completion as ``ibv_wc`` has it."""
+    """Work completion as ``ibv_wc`` has it; ``solicited``: its sender asked for an event."""
 
     qp: int
     wr_id: int
@@ -63,16 +63,23 @@ class Completion:
     nbytes: int = 0
     immediate: int = 0
     flags: int = 0
+    solicited: bool = False
 
 
 @dataclass(eq=False)
 class Queue:
-    """Completion queue. ``overflowed`` counts completions for which it had no entry."""
+    """Completion queue. ``overflowed`` counts completions for which it had no entry.
+
+    Attributes:
+        armed: The next completion is an event.
+        solicited_only: Only a solicited one, or one with an error.
+    """
 
     address: int
     entries: int
     channel: Channel | None
     armed: bool = False
+    solicited_only: bool = False
     overflowed: int = 0
     completions: deque[Completion] = field(default_factory=deque)
 
@@ -81,7 +88,8 @@ class Queue:
             self.overflowed += 1
             return
         self.completions.append(completion)
-        if self.armed and self.channel:
+        asked = completion.solicited or completion.status or not self.solicited_only
+        if self.armed and asked and self.channel:
             self.armed = False
             self.channel.notify(self.address)
 
@@ -139,6 +147,7 @@ class Request:
     qkey: int = 0
     addend: int = 0
     atomic_rkey: int = 0
+    solicited: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -156,6 +165,7 @@ class Datagram:
     qkey: int
     data: bytes
     after: int = 0
+    solicited: bool = False
 
 
 @dataclass(eq=False)
@@ -397,7 +407,12 @@ class Wire:
         if self._path_works(pair, target):
             for after in self._fate(pair, request):
                 packet = Datagram(
-                    target=target, source=pair.number, qkey=request.qkey, data=data, after=after
+                    target=target,
+                    source=pair.number,
+                    qkey=request.qkey,
+                    data=data,
+                    after=after,
+                    solicited=request.solicited,
                 )
                 if after:
                     self._late.append(packet)
@@ -456,6 +471,7 @@ class Wire:
                 opcode=abi.WC_RECV,
                 nbytes=nbytes,
                 flags=_GRH_FLAG if ud else 0,
+                solicited=packet.solicited,
             )
         )
 
@@ -556,6 +572,7 @@ class Wire:
                     nbytes=nbytes,
                     immediate=request.immediate,
                     flags=_IMM_FLAG,
+                    solicited=request.solicited,
                 )
             )
         return 0

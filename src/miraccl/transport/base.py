@@ -20,7 +20,7 @@ import os
 import socket as _socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from miraccl.deadline import Deadline
 from miraccl.transport import fifo
@@ -378,13 +378,25 @@ class ProxyPort(Doorbell, Protocol):
         """
 
 
+class Driving(NamedTuple):
+    """Compiled function by which a waiting executor advances network connections itself.
+
+    Attributes:
+        function: ``drive`` of a kernel, 0 for none.
+        argument: Its first argument.
+        sleeps: True if the executor sleeps in it too, as it shares a single core with the proxy.
+    """
+
+    function: int = 0
+    argument: int = 0
+    sleeps: bool = False
+
+
 class NetworkProxy(ProxyPort, Protocol):
     """Interface of the proxy to its owner."""
 
-    def driver(self, *, overlap: bool) -> tuple[int, int]:
-        """Return the function by which a waiting executor advances the connections, 0 for none,
-        and its first argument (``proxy.progress_thread``).
-        """
+    def driver(self, *, overlap: bool) -> Driving:
+        """Return how a waiting executor advances the connections (``proxy.progress_thread``)."""
 
     def close(self) -> None:
         """Close all connections and end the thread; idempotent."""
@@ -488,6 +500,12 @@ class Transport(abc.ABC):
 
     def release(self) -> None:  # noqa: B027 (optional)
         """Free what only ``connect`` of peers needed; called when all ranks have connected."""
+
+    def driver(self, *, overlap: bool) -> Driving:
+        """Return how a waiting executor advances the connections, of a transport that moves its
+        messages without the proxy of its context; called when all ranks have connected.
+        """
+        return Driving()
 
     def watch_window(self, window: WindowPort) -> None:  # noqa: B027 (optional)
         """Learn the allocator of window memory; called once, when all ranks have connected."""

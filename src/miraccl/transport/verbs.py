@@ -25,6 +25,7 @@ from miraccl.topo.hca import Hca, Port
 from miraccl.transport import registry
 from miraccl.transport.base import (
     Doorbell,
+    Driving,
     FifoPair,
     Transport,
     TransportContext,
@@ -216,6 +217,9 @@ class VerbsPort(Doorbell, Protocol):
 
     def attach(self, connections: Sequence[VerbsConnection]) -> None:
         """Post receives, connect the queue pairs and start to move messages."""
+
+    def driver(self, *, overlap: bool) -> Driving:
+        """Return how a waiting executor advances the connections."""
 
     def failure(self, peer: int) -> str:
         """Return why no queue pair to a peer works, "" if one may."""
@@ -413,6 +417,9 @@ class VerbsTransport(Transport):
         self._check_open()
         assert self._engine is not None
         return self._engine.add_gpu_region(memory)
+
+    def driver(self, *, overlap: bool) -> Driving:
+        return self._engine.driver(overlap=overlap) if self._engine else Driving()
 
     def watch_window(self, window: WindowPort) -> None:
         if self._engine is not None and not self._closed:

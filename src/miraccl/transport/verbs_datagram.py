@@ -25,6 +25,7 @@ from miraccl.transport.base import (
     DatagramOptions,
     DatagramPath,
     DatagramPort,
+    Driving,
     TransportContext,
 )
 from miraccl.transport.datagram import CTS, DatagramTransport
@@ -56,6 +57,9 @@ MIN_SHARE_BYTES = 16 << 10
 
 class VerbsDatagramPort(DatagramPort, Protocol):
     """Interface of the engine to this transport."""
+
+    def driver(self, *, overlap: bool) -> Driving:
+        """Return how a waiting executor advances the connections."""
 
     def close(self, *, linger: float = 0.0) -> None:
         """Stop to post and poll; queue pairs may be destroyed afterwards."""
@@ -265,6 +269,9 @@ class VerbsDatagramTransport(DatagramTransport):
         )
         address = replace_qkey(pair.address_of(end), info.qkey)
         return path, pair, address
+
+    def driver(self, *, overlap: bool) -> Driving:
+        return self._engine.driver(overlap=overlap)
 
     def describe(self, peer: int) -> str:
         """Return the paths and settings of the connection to a peer."""

@@ -3,8 +3,8 @@
 Like ``progress_engine``, with flows over shared UDP sockets instead of TCP streams: it receives,
 scans the FIFOs, handles timers and sends, and sleeps until a socket, the doorbell or a timer.
 
-Over queue pairs an executor that waits advances the flows itself (``drive``), as with TCP; with
-sockets it would need epoll as well.
+Over queue pairs an executor that waits advances the flows itself (``drive``), as with TCP, and with
+a single core it sleeps there; with sockets it would need epoll as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from miraccl.native.intrinsics import (
     store8,
     syscall,
 )
-from miraccl.proxy.kernels import flow_layout
+from miraccl.proxy.kernels import flow_layout, queue_layout
 from miraccl.proxy.kernels import link_layout as layout
 from miraccl.proxy.kernels.aegis_vectors import aegis_compiled
 from miraccl.proxy.kernels.credit import credit_timer, issue_grants
@@ -32,6 +32,7 @@ from miraccl.proxy.kernels.datagram_io import (
     build,
     flush,
     now_ns,
+    post_paths,
     receive_queues,
     receive_sockets,
     send_flow,
@@ -41,32 +42,40 @@ from miraccl.proxy.kernels.flow_receive import KIND_ABORT, flow_on_timer
 from miraccl.proxy.kernels.flow_send import finish as finish_packet
 from miraccl.proxy.kernels.flow_send import flow_timer
 from miraccl.proxy.kernels.link import advance, all_closed, on_stream_ended
-from miraccl.proxy.kernels.link_io import scan
+from miraccl.proxy.kernels.link_io import published_bytes, scan
 from miraccl.proxy.kernels.link_send import alive, drop_stream, on_written, stream_of
 from miraccl.proxy.kernels.packet_queues import (
     arm,
     device_at,
-    drain_channel,
     failures,
     post_receive,
     reap_sends,
+    take_event,
 )
 from miraccl.proxy.kernels.progress_engine import (
+    DEFER_BYTES,
     DOORBELL_DATA,
     DRIVE_HAND_OVER,
+    DRIVE_POSTED,
+    DRIVE_SLEEP,
     EVENT_BYTES,
     EVENT_DATA,
     SYS_READ,
     acquire,
+    acquire_after_doze,
     begin_round,
     close_link,
     doze_if_driven,
     hand_over,
+    has_event,
+    is_watched,
     link_at,
     moves_much,
     needs_python,
     release,
     ring,
+    sleep_driving,
+    take_published,
     wake_executor,
 )
 from miraccl.wire.datagram.control import CONTROLLERS
@@ -102,7 +111,9 @@ def poll(engine: int, port: int, nanoseconds: int) -> int:
             syscall(SYS_READ, load(engine + layout.ENGINE_DOORBELL), word, 8, 0, 0, 0)
         elif data >= flow_layout.QUEUE_DATA:
             index = data - flow_layout.QUEUE_DATA
-            drain_channel(device_at(load(port + flow_layout.PORT_QUEUES), index))
+            device = device_at(load(port + flow_layout.PORT_QUEUES), index)
+            while take_event(device, device + queue_layout.DEVICE_WORDS):
+                pass
         else:
             socket = port + flow_layout.PORT_SOCKETS + data * flow_layout.SOCKET_BYTES
             store(socket + flow_layout.SOCKET_READABLE, 1)
@@ -156,7 +167,7 @@ def say_goodbye(port: int, flow: int) -> None:
             if load(path + flow_layout.PATH_NUMBERS) != 0:
                 store(path + flow_layout.PATH_PENDING, 1)
                 store(path + flow_layout.PATH_DUE, 0)
-        send_flow(port, flow)
+        send_flow(port, flow, now_ns(port))
 
 
 @inline
@@ -166,7 +177,7 @@ def advance_flow(port: int, flow: int, link: int) -> bool:
     due = flow_timer(flow, now)
     if due != 0 and due <= now:
         flow_on_timer(flow, now)
-    more = send_flow(port, flow)
+    more = send_flow(port, flow, now)
     end_close(flow, link)
     return more
 
@@ -266,7 +277,7 @@ def run(engine: int, unused: int) -> int:
         rounds = doze_if_driven(engine, driven)
         if busy or rounds != driven:
             driven = rounds
-            acquire(engine)
+            acquire_after_doze(engine)
             idle_since = 0
         else:
             acquire(engine)
@@ -308,21 +319,79 @@ def sleep(engine: int, port: int) -> None:
     exchange(asleep, 0)
 
 
-def drive(engine: int, mode: int, unused: int, unused2: int) -> int:
+@inline
+def may_defer(engine: int) -> bool:
+    """Return True if what the executor has published may wait until it sleeps, as over reliable
+    queue pairs (``verbs_engine.may_defer``).
+    """
+    if load(engine + layout.ENGINE_ONE_CORE) == 0 or not is_watched(engine):
+        return False
+    flying = False
+    for i in range(load(engine + layout.ENGINE_NLINKS)):
+        link = link_at(engine, i)
+        if link != 0:
+            if published_bytes(link) >= DEFER_BYTES:
+                return False
+            flow = load(link + layout.LINK_FLOW)
+            for index in range(load(flow + flow_layout.FLOW_NPATHS)):
+                if load(path_of(flow, index) + flow_layout.PATH_NSENT) != 0:
+                    flying = True
+    return flying
+
+
+@inline
+def advance_driving(engine: int, port: int) -> bool:
+    """Receive and advance every link for an executor, which has the lock; return True if anything
+    moved.
+    """
+    more = advance_port(engine, port)
+    store(engine + layout.ENGINE_DIRTY, 0)  # the executor is awake
+    return more
+
+
+@inline
+def sleep_in_drive(engine: int, port: int, nanoseconds: int) -> None:
+    """Sleep until a device, a timer or the engine's thread has something for an executor; called
+    with the lock, and left without it.
+    """
+    timer = next_timer(engine, port, now_ns(port))
+    if timer >= 0:
+        nanoseconds = min(nanoseconds, timer)
+    exchange(engine + layout.ENGINE_WAITING, 1)
+    release(engine)
+    sleep_driving(engine, nanoseconds)
+    table = load(port + flow_layout.PORT_QUEUES)
+    for index in range(load(table + queue_layout.TABLE_COUNT)):
+        if has_event(engine, index + 1):
+            device = device_at(table, index)
+            take_event(device, device + queue_layout.DEVICE_DRIVEN_WORDS)
+
+
+def drive(engine: int, mode: int, nanoseconds: int, unused: int) -> int:
     """Advance the links in an executor's thread; return 1 unless another thread has them.
 
-    ``mode``: as of ``progress_engine.drive``.
+    ``mode``: as of ``progress_engine.drive``, or DRIVE_SLEEP: sleep here for at most
+    ``nanoseconds`` if nothing moves; 0 if the executor must sleep elsewhere.
     """
     if mode == DRIVE_HAND_OVER:
         hand_over(engine)
         return 1
     if load(engine + layout.ENGINE_OVERLAP) != 0 and moves_much(engine):
         return 0
+    if mode == DRIVE_POSTED and may_defer(engine):
+        return 1
     if not begin_round(engine):
         return 0
-    port = load(engine + layout.ENGINE_PORT)
-    more = advance_port(engine, port)
-    store(engine + layout.ENGINE_DIRTY, 0)  # the executor is awake
+    port, sleeps = load(engine + layout.ENGINE_PORT), mode == DRIVE_SLEEP
+    more = advance_driving(engine, port)
+    if sleeps and not take_published(engine) and not more:
+        arm(load(port + flow_layout.PORT_QUEUES))
+        more = advance_driving(engine, port)
+        if not more and not needs_python(engine) and not queues_failed(port):
+            sleep_in_drive(engine, port, nanoseconds)
+            if not begin_round(engine):
+                return 1
+            more = advance_driving(engine, port)
     calls_python = needs_python(engine) or queues_failed(port)
     asleep = load_acquire(load(engine + layout.ENGINE_ASLEEP)) != 0
     dozing = load_acquire(engine + layout.ENGINE_DOZING) != 0
@@ -332,7 +401,7 @@ def drive(engine: int, mode: int, unused: int, unused2: int) -> int:
     release(engine)
     if asleep and (calls_python or (more and not dozing)):
         ring(engine)
-    return 1
+    return 0 if sleeps and calls_python else 1
 
 
 def abort_flow(flow: int, text: int, length: int) -> int:
@@ -350,6 +419,7 @@ def abort_flow(flow: int, text: int, length: int) -> int:
         finish_packet(path_of(flow, index), size, out)
         build(port, flow)
         flush(port, flow, index)
+    post_paths(flow)
     return 0
 
 

@@ -32,6 +32,7 @@ from miraccl.proxy.kernels.flow_receive import KIND_DATA, KIND_HEADED, note_chan
 from miraccl.proxy.kernels.flow_send import FRAME_BYTES, head_of, next_packet
 from miraccl.proxy.kernels.link_io import EINTR, SYS_RECVMSG, SYS_SENDMSG, last_errno
 from miraccl.proxy.kernels.packet_queues import (
+    SOLICITED,
     append_packet,
     device_at,
     poll_cq,
@@ -63,6 +64,8 @@ GET_TAG, SET_TAG = 0x10, 0x11
 #: Bytes of one call with UDP_SEGMENT: with headers of at most 62 bytes they stay below the
 #: ``gso_max_size`` of 65,536, from which on the kernel cuts them before the interface.
 MAX_CALL_BYTES = 65_472
+#: Bytes of the packets that are stamped together on queue pairs.
+MAX_GROUP_BYTES = 1 << 18
 #: Bytes of payload that are worth an iovec.
 COPY_BYTES = 256
 #: Time to wait for room in the socket's send buffer before packets count as lost.
@@ -258,7 +261,8 @@ def build(port: int, flow: int) -> None:
     index, size = load(out + layout.OUT_PATH), load(out + layout.OUT_SIZE)
     group, vectors = group_of(port, index), vectors_of(port, index)
     path = path_of(flow, index)
-    if must_flush(group, size) or load(path + layout.PATH_NO_GSO) != 0:
+    most = MAX_CALL_BYTES if load(path + layout.PATH_PAIR) == 0 else MAX_GROUP_BYTES
+    if must_flush(group, size, most) or load(path + layout.PATH_NO_GSO) != 0:
         flush(port, flow, index)
     count = load(group + layout.GROUP_COUNT)
     if count == 0:
@@ -300,14 +304,14 @@ def build(port: int, flow: int) -> None:
 
 
 @inline
-def must_flush(group: int, size: int) -> bool:
-    """Return True if a packet of ``size`` bytes does not fit into the group."""
+def must_flush(group: int, size: int, most: int) -> bool:
+    """Return True if a packet of ``size`` bytes does not fit into the group of ``most`` bytes."""
     count = load(group + layout.GROUP_COUNT)
     if count == 0:
         return False
     if load(group + layout.GROUP_CLOSED) != 0 or size > load(group + layout.GROUP_SIZE):
         return True
-    if count >= layout.MAX_GROUP or load(group + layout.GROUP_TOTAL) + size > MAX_CALL_BYTES:
+    if count >= layout.MAX_GROUP or load(group + layout.GROUP_TOTAL) + size > most:
         return True
     if load(group + layout.GROUP_VECTORS) + 20 > layout.VECTORS_PER_PATH:
         return True
@@ -362,7 +366,9 @@ def flush(port: int, flow: int, index: int) -> None:
 
 @inline
 def post_group(port: int, path: int, index: int) -> int:
-    """Post the packets of a path's group on its queue pair; return 0 or an errno."""
+    """Append the packets of a path's group to those that ``post_paths`` posts; return 0 or an
+    errno.
+    """
     group, vectors = group_of(port, index), vectors_of(port, index)
     count, errno = load(group + layout.GROUP_COUNT), 0
     pair, address = load(path + layout.PATH_PAIR), path + layout.PATH_ADDRESS
@@ -374,8 +380,16 @@ def post_group(port: int, path: int, index: int) -> int:
         code = append_packet(pair, address, vectors, first, stop)
         if code != 0:
             errno = code
-    code = post_packets(pair)
-    return errno if code == 0 else code
+    return errno
+
+
+@inline
+def post_paths(flow: int) -> None:
+    """Post what was appended on the queue pairs of a flow; the last packet wakes the peer."""
+    for index in range(load(flow + layout.FLOW_NPATHS)):
+        pair = load(path_of(flow, index) + layout.PATH_PAIR)
+        if pair != 0:
+            post_packets(pair, SOLICITED)
 
 
 @inline
@@ -435,9 +449,9 @@ def wait_writable(port: int, fd: int) -> None:
 
 
 @inline
-def send_flow(port: int, flow: int) -> bool:
+def send_flow(port: int, flow: int, now: int) -> bool:
     """Send what a flow has to send; return True if there may be more."""
-    out, count, now = load(port + layout.PORT_OUT), 0, now_ns(port)
+    out, count = load(port + layout.PORT_OUT), 0
     while count < PACKETS_PER_ROUND and next_packet(flow, now, out) != 0:
         build(port, flow)
         count += 1
@@ -447,6 +461,7 @@ def send_flow(port: int, flow: int) -> bool:
     if count > 0:
         for index in range(load(flow + layout.FLOW_NPATHS)):
             flush(port, flow, index)
+        post_paths(flow)
     return count == PACKETS_PER_ROUND
 
 

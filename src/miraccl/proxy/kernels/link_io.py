@@ -167,6 +167,22 @@ def scan(link: int) -> bool:
     return found
 
 
+@inline
+def published_bytes(link: int) -> int:
+    """Return the bytes of the messages that the executor has posted and ``scan`` has not seen."""
+    lines, first, total = (
+        load(link + layout.LINK_SEND_DESCRIPTORS),
+        load(link + layout.LINK_NEXT_POST),
+        0,
+    )
+    for message in range(first, first + layout.NSLOTS):
+        line = lines + (message & (layout.NSLOTS - 1)) * layout.LINE_BYTES
+        if load_acquire(line) != message + 1:
+            return total
+        total += load(line + 16)
+    return total
+
+
 # ---- sockets
 
 

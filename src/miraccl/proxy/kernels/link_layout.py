@@ -57,6 +57,21 @@ ENGINE_UNFINISHED = ENGINE_LOCK + 88
 ENGINE_POLLS = ENGINE_LOCK + 96  # polls of executors
 TCP_INFO_BYTES = 168  # struct tcp_info up to tcpi_delivery_rate
 ENGINE_TCP_INFO = ENGINE_LOCK + 104
+ENGINE_DOZE_NS = ENGINE_TCP_INFO + TCP_INFO_BYTES  # duration of a doze of the thread
+#: Time for which the thread leaves the links to an executor that may stop driving without saying
+#: so; the second one if they share a single core, where each look is two switches.
+DOZE_NS, ONE_CORE_DOZE_NS = 200_000, 2_000_000
+#: 1 if executors and thread share a single core: an executor that waits sleeps in ``drive``.
+ENGINE_ONE_CORE = ENGINE_DOZE_NS + 8
+ENGINE_WAITING = ENGINE_DOZE_NS + 16  # 1 while an executor sleeps in ``drive``
+ENGINE_SLEEP_LIMIT = ENGINE_DOZE_NS + 24  # struct timespec, of that executor
+ENGINE_SLEEP_WORD = ENGINE_DOZE_NS + 40  # value read from the eventfd that wakes it
+#: Its descriptors, struct pollfd: that eventfd, then the completion channel of each device.
+ENGINE_NSLEEP_FDS = ENGINE_DOZE_NS + 48
+ENGINE_SLEEP_FDS = ENGINE_DOZE_NS + 56
+MAX_SLEEP_FDS = 9
+#: 1 if the thread has published something that an executor on its way to sleep may not have seen.
+ENGINE_PUBLISHED = ENGINE_SLEEP_FDS + 8 * MAX_SLEEP_FDS
 ENGINE_BYTES = 4096
 
 # ---- link

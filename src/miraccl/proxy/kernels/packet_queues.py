@@ -13,7 +13,10 @@ from miraccl.native.intrinsics import call4, inline, load, load32, memcpy, store
 from miraccl.proxy.kernels import queue_layout as layout
 
 EIO, EAGAIN, EMSGSIZE = 5, 11, 90
-WR_SEND, SIGNALED = abi.WR_SEND, abi.SEND_SIGNALED
+WR_SEND, SIGNALED, SOLICITED = abi.WR_SEND, abi.SEND_SIGNALED, abi.SEND_SOLICITED
+#: Bytes of packets that are posted by one call: the copies of the first ones are on their way while
+#: the next ones are made.
+CHAIN_BYTES = 1 << 17
 _STATUS, _BYTES = 8, 20  # in ibv_wc
 #: Polls of a full ring of send buffers before a packet counts as lost.
 FULL_POLLS = 10_000
@@ -94,14 +97,15 @@ def append_packet(pair: int, address: int, vectors: int, first: int, stop: int) 
         return EIO
     slots, count = load(pair + layout.PAIR_SEND_SLOTS), load(pair + layout.PAIR_CHAIN)
     full = load(pair + layout.PAIR_SENT) - load(pair + layout.PAIR_DONE) >= slots
-    if full or count == layout.NCHAIN:
-        code = post_packets(pair)
+    most = load(pair + layout.PAIR_SLOT_BYTES)
+    if full or count == layout.NCHAIN or count * most >= CHAIN_BYTES:
+        code = post_packets(pair, 0)
         if code != 0:
             return code
         count = 0
     if full and not has_send_buffer(pair):
         return EAGAIN
-    sent, most = load(pair + layout.PAIR_SENT), load(pair + layout.PAIR_SLOT_BYTES)
+    sent = load(pair + layout.PAIR_SENT)
     slot = sent & (slots - 1)
     buffer = load(pair + layout.PAIR_SEND_BUFFER) + slot * most
     size = gather(vectors, first, stop, buffer, most)
@@ -129,15 +133,18 @@ def append_packet(pair: int, address: int, vectors: int, first: int, stop: int) 
 
 
 @inline
-def post_packets(pair: int) -> int:
+def post_packets(pair: int, flags: int) -> int:
     """Post the appended packets by one call, which is a system call with Soft-RoCE; return 0 or
-    EIO, after which the queue pair is reset.
+    EIO, after which the queue pair is reset. ``flags``: more of the last one.
     """
-    if load(pair + layout.PAIR_CHAIN) == 0:
+    count = load(pair + layout.PAIR_CHAIN)
+    if count == 0:
         return 0
     store(pair + layout.PAIR_CHAIN, 0)
     store(pair + layout.PAIR_POSTS, load(pair + layout.PAIR_POSTS) + 1)
     wr, bad = pair + layout.PAIR_SEND_WR, pair + layout.PAIR_BAD
+    last = wr + (count - 1) * layout.SEND_WR_BYTES
+    store(last + 32, load(last + 32) | flags)
     post, qp = load(pair + layout.PAIR_POST_SEND), load(pair + layout.PAIR_QP)
     code = (call4(post, qp, wr, bad, 0) << 32) >> 32
     if code != 0:
@@ -194,27 +201,25 @@ def repost(wc: int) -> None:
 
 
 @inline
-def drain_channel(device: int) -> None:
-    """Take the events of a completion channel; its descriptor does not block."""
-    queue, going = device + layout.DEVICE_WORDS, True
-    take, acknowledge = (
-        load(device + layout.DEVICE_GET_EVENT),
-        load(device + layout.DEVICE_ACK_EVENTS),
-    )
-    while going:
-        failed = call4(take, load(device + layout.DEVICE_CHANNEL), queue, queue + 8, 0)
-        going = failed << 32 == 0
-        if going:
-            call4(acknowledge, load(queue), 1, 0, 0)
+def take_event(device: int, result: int) -> bool:
+    """Take one event of a completion channel, which does not block; return False if there is none.
+
+    ``result``: two words, queue and context.
+    """
+    take, channel = load(device + layout.DEVICE_GET_EVENT), load(device + layout.DEVICE_CHANNEL)
+    if call4(take, channel, result, result + 8, 0) << 32 != 0:
+        return False
+    call4(load(device + layout.DEVICE_ACK_EVENTS), load(result), 1, 0, 0)
+    return True
 
 
 @inline
 def arm(table: int) -> None:
-    """Ask all receive queues for an event."""
+    """Ask all receive queues for an event at the end of what a peer sends together."""
     for index in range(load(table + layout.TABLE_COUNT)):
         device = device_at(table, index)
         queue = load(device + layout.DEVICE_RECV_CQ)
-        call4(load(device + layout.DEVICE_NOTIFY), queue, 0, 0, 0)
+        call4(load(device + layout.DEVICE_NOTIFY), queue, 1, 0, 0)
 
 
 @inline

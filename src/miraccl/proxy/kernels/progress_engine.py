@@ -58,16 +58,19 @@ SYS_READ, SYS_WRITE, SYS_EPOLL_PWAIT, SYS_PPOLL = (
     (63, 64, 22, 73) if platform.machine() == "aarch64" else (0, 1, 281, 271)
 )
 POLLIN = 1
-#: Time for which the thread leaves the links to an executor that may stop driving without saying
-#: so; doubled, up to the longest, while it goes on: a timer costs a virtual machine some 20 us.
-DOZE_NS, LONGEST_DOZE_NS = 200_000, 1_600_000
+#: A doze of ``DOZE_NS`` is doubled, up to the longest, while the executor goes on: a timer costs a
+#: virtual machine some 20 us.
+LONGEST_DOZE_NS = 1_600_000
 #: Bytes of a stream that the thread moves beside an executor, where it has a core of its own.
 OVERLAP_BYTES = 1 << 17
 #: An executor of at most so many links reads their first streams without a question to epoll, and
 #: asks it in every ``EPOLL_EVERY``-th round only.
 DIRECT_LINKS, EPOLL_EVERY = 2, 8
-#: Modes of ``drive``.
-DRIVE_POSTED, DRIVE_POLL, DRIVE_HAND_OVER = 0, 1, 2
+#: Modes of ``drive``; only engines with ``sleep_driving`` have the last one.
+DRIVE_POSTED, DRIVE_POLL, DRIVE_HAND_OVER, DRIVE_SLEEP = 0, 1, 2, 3
+#: Payload that an executor with a single core posts at once, although others are on their way: a
+#: Soft-RoCE queue pair that sent 7 MiB by one call ran into its timeout and repeated packets.
+DEFER_BYTES = 1 << 19
 EPOLLIN, EPOLLOUT, EPOLLERR, EPOLLHUP, EPOLLRDHUP = 1, 4, 8, 16, 0x2000
 #: epoll data of the doorbell; streams have (link << 8 | stream).
 DOORBELL_DATA = 0xFFFFFFFF
@@ -90,9 +93,22 @@ def link_at(engine: int, i: int) -> int:
 
 
 @inline
+def write_event(engine: int, descriptor: int) -> None:
+    """Add 1 to an eventfd."""
+    word = engine + layout.ENGINE_WORD + 8
+    store(word, 1)
+    syscall(SYS_WRITE, descriptor, word, 8, 0, 0, 0)
+
+
+@inline
 def wake_executor(engine: int) -> None:
     """Wake the executor if it sleeps for something that was published."""
     if load(engine + layout.ENGINE_DIRTY) == 0:
+        return
+    store(engine + layout.ENGINE_PUBLISHED, 1)
+    if load_acquire(engine + layout.ENGINE_WAITING) != 0:
+        store(engine + layout.ENGINE_DIRTY, 0)
+        write_event(engine, load32(engine + layout.ENGINE_SLEEP_FDS))
         return
     ctrl = load(engine + layout.ENGINE_CTRL)
     if ctrl == 0:  # Python wakes it
@@ -174,9 +190,7 @@ def drain_doorbell(engine: int) -> None:
 @inline
 def ring(engine: int) -> None:
     """Wake the engine's thread."""
-    word = engine + layout.ENGINE_WORD + 8
-    store(word, 1)
-    syscall(SYS_WRITE, load(engine + layout.ENGINE_DOORBELL), word, 8, 0, 0, 0)
+    write_event(engine, load(engine + layout.ENGINE_DOORBELL))
 
 
 @inline
@@ -316,13 +330,15 @@ def doze(engine: int, nanoseconds: int) -> bool:
 
 @inline
 def doze_if_driven(engine: int, driven: int) -> int:
-    """Doze if executors have begun other rounds than the ``driven`` ones that the thread knows of;
-    return how many they had begun before. Called and left without the lock.
+    """Doze if executors have begun other rounds than the ``driven`` ones that the thread knows of,
+    or one sleeps in a round; return how many they had begun before, -1 if one slept. Called and
+    left without the lock.
     """
     rounds = load_acquire(engine + layout.ENGINE_DRIVEN)
-    if rounds != driven:
-        doze(engine, DOZE_NS)
-    return rounds
+    waits = load_acquire(engine + layout.ENGINE_WAITING) != 0
+    if rounds != driven or waits:
+        doze(engine, load(engine + layout.ENGINE_DOZE_NS))
+    return -1 if waits else rounds
 
 
 @inline
@@ -330,7 +346,7 @@ def doze_while_driven(engine: int, driven: int) -> int:
     """Doze until the executor hands the links over, a command waits, or no round was begun in the
     last doze; as ``doze_if_driven``.
     """
-    rounds, nanoseconds = load_acquire(engine + layout.ENGINE_DRIVEN), DOZE_NS
+    rounds, nanoseconds = load_acquire(engine + layout.ENGINE_DRIVEN), layout.DOZE_NS
     while rounds != driven:
         driven = rounds
         if doze(engine, nanoseconds):
@@ -358,6 +374,61 @@ def begin_round(engine: int) -> bool:
 
 
 @inline
+def acquire_after_doze(engine: int) -> None:
+    """Wait for the links; with a single core, as long as executors have them, by further dozes.
+
+    The lock is held during calls that send, and a thread that yields for it takes its share of the
+    only processor.
+    """
+    while exchange(engine + layout.ENGINE_LOCK, 1) != 0:
+        sched_yield()
+        if load(engine + layout.ENGINE_ONE_CORE) != 0:
+            doze(engine, load(engine + layout.ENGINE_DOZE_NS))
+
+
+@inline
+def is_watched(engine: int) -> bool:
+    """Return True if the thread looks at the links from time to time, as it dozes; else wake it if
+    it sleeps until an event.
+    """
+    dozing = load_acquire(engine + layout.ENGINE_DOZING) != 0
+    if not dozing and load_acquire(load(engine + layout.ENGINE_ASLEEP)) != 0:
+        ring(engine)
+    return dozing
+
+
+@inline
+def sleep_driving(engine: int, nanoseconds: int) -> None:
+    """Sleep in an executor's thread until a device or the engine's thread has something for it.
+
+    ``ENGINE_WAITING`` was set with the lock, which is released; ``has_event`` tells the devices.
+    """
+    limit, fds = engine + layout.ENGINE_SLEEP_LIMIT, engine + layout.ENGINE_SLEEP_FDS
+    store(limit, nanoseconds // 1000000000)
+    store(limit + 8, nanoseconds % 1000000000)
+    syscall(SYS_PPOLL, fds, load(engine + layout.ENGINE_NSLEEP_FDS), limit, 0, 8, 0)
+    store_release(engine + layout.ENGINE_WAITING, 0)
+    if has_event(engine, 0):
+        syscall(SYS_READ, load32(fds), engine + layout.ENGINE_SLEEP_WORD, 8, 0, 0, 0)
+
+
+@inline
+def take_published(engine: int) -> bool:
+    """Return True if the thread has published something since the last call: an executor that has
+    the lock, and looked for it before, must look again.
+    """
+    found = load(engine + layout.ENGINE_PUBLISHED) != 0
+    store(engine + layout.ENGINE_PUBLISHED, 0)
+    return found
+
+
+@inline
+def has_event(engine: int, index: int) -> bool:
+    """Return True if a descriptor of ``sleep_driving`` has an event."""
+    return load(engine + layout.ENGINE_SLEEP_FDS + 8 * index) >> 48 != 0
+
+
+@inline
 def moves_much(engine: int) -> bool:
     """Return True if a stream has much to send or to receive; may be called without the lock."""
     for i in range(load(engine + layout.ENGINE_NLINKS)):
@@ -377,7 +448,7 @@ def drive(engine: int, mode: int, unused: int, unused2: int) -> int:
     """Advance the links in an executor's thread; return 1 unless another thread has them.
 
     ``mode``: DRIVE_POSTED after something was posted, DRIVE_POLL in a wait, DRIVE_HAND_OVER before
-    the executor sleeps.
+    the executor sleeps elsewhere.
     """
     if mode == DRIVE_HAND_OVER:
         hand_over(engine)

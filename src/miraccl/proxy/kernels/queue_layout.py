@@ -15,6 +15,7 @@ DEVICE_SEND_CQ, DEVICE_RECV_CQ, DEVICE_CHANNEL = 0, 8, 16
 DEVICE_POLL, DEVICE_NOTIFY, DEVICE_GET_EVENT, DEVICE_ACK_EVENTS = 24, 32, 40, 48
 DEVICE_WORDS = 56  # two words that ibv_get_cq_event writes
 DEVICE_FAILED = 72  # completions with an error, and refused requests
+DEVICE_DRIVEN_WORDS = 80  # as DEVICE_WORDS, of an executor
 DEVICE_WC = 128  # struct ibv_wc of one poll
 WC_BYTES, MAX_WC = 48, 16
 DEVICE_BYTES = DEVICE_WC + WC_BYTES * MAX_WC

@@ -19,7 +19,7 @@ from miraccl.proxy.verbs.engine_devices import EngineDevices
 from miraccl.proxy.verbs.farewell import Farewell
 from miraccl.proxy.verbs.kernels import verbs_layout as layout
 from miraccl.proxy.verbs.recovery import Recovery
-from miraccl.transport.base import OnLost, Wake, WindowPort
+from miraccl.transport.base import Driving, OnLost, Wake, WindowPort
 from miraccl.transport.verbs import VerbsConnection
 from miraccl.transport.verbs_device import VerbsDevice
 from miraccl.transport.verbs_gpu_memory import GpuRange
@@ -71,14 +71,15 @@ class VerbsEngine(CompiledThread[EngineConnection]):
 
     # --- other threads
 
-    def driver(self, *, overlap: bool) -> tuple[int, int]:
-        """Return the function by which a waiting executor advances the connections, and its first
-        argument; ``overlap`` changes nothing, as the adapter moves payloads. With a single core
-        there is none: waiting ranks sleep.
+    def driver(self, *, overlap: bool) -> Driving:
+        """Return how a waiting executor advances the connections; ``overlap`` changes nothing, as
+        the adapter moves payloads. With a single core it sleeps there as well.
         """
-        if has_one_core():
-            return 0, 0
-        return self._library.address(native.PREFIX + "drive"), self._memory.address
+        sleeps = has_one_core()
+        if sleeps:
+            self._share_core([device.channel_fd for device in self._devices.devices])
+        function = self._library.address(native.PREFIX + "drive")
+        return Driving(function, self._memory.address, sleeps)
 
     def counters(self) -> dict[str, int]:
         """Return counts so far: rounds of the thread and of executors, sleeps, calls that posted

@@ -103,6 +103,7 @@ CTX_FANOUT_NEXT = 536  # number of the next slot
 CTX_FANOUT_SLOT = 544  # 1 + the slot of the payload that is being sent; 0: none
 CTX_LOOP_COPY = 552  # 1: copy with vectors instead of glibc's memcpy (kernels.copies)
 CTX_NEXT_SKIP = 560  # what CTX_SKIP_YIELDS becomes after a long yield
+CTX_DRIVE_SLEEPS = 568  # 1: waits for messages of the network sleep in CTX_DRIVE
 CTX_SIZE = 576
 BUSY_PENDING = 1  # bit of CTX_BUSY for asynchronous operations
 # SEQ: the rank's last operation; SENT: messages it has sent to this rank, -1 unknown

@@ -41,6 +41,7 @@ from miraccl.executor.cpu.kernels.waiting import (
     FIRST_SLEEP_NS,
     arm_doorbell,
     drive,
+    drive_sleep,
     drives,
     fail,
     futex_sleep,
@@ -51,6 +52,7 @@ from miraccl.executor.cpu.kernels.waiting import (
     peer_diverged,
     release_gil,
     should_yield,
+    sleeps_driving,
     yield_core,
 )
 from miraccl.native.intrinsics import (
@@ -387,6 +389,15 @@ def awaited_tail(ctx: int, op: int) -> int:
     return required_tail(connection(ctx, layout.CTX_SEND, load(op + layout.OP_PEER)))
 
 
+@inline
+def all_sleep_driving(ctx: int, table: int, count: int) -> bool:
+    """Return True if a wait for any of these operations sleeps in ``drive``."""
+    for i in range(count):
+        if not sleeps_driving(ctx, load(table + i * layout.OP_SIZE + layout.OP_PEER)):
+            return False
+    return True
+
+
 def _sleep_any(ctx: int, table: int, count: int) -> int:
     """Sleep until any operation can advance, as ``waiting.sleep_until`` does for one word.
 
@@ -405,12 +416,16 @@ def _sleep_any(ctx: int, table: int, count: int) -> int:
     store_release(ctrl + layout.PROGRESS_P2P_SIG, load(op + layout.OP_SIG))
     store_release(ctrl + layout.PROGRESS_STATE, layout.STATE_WAITING)
     sleep_ns = FIRST_SLEEP_NS
-    result = layout.OK
+    result, driving = layout.OK, all_sleep_driving(ctx, table, count)
     while True:
-        doorbell = arm_doorbell(ctx)
+        doorbell = 0 if driving else arm_doorbell(ctx)
         if has_progress(ctx, table, count):
             break
-        result = futex_sleep(ctx, peer, doorbell, sleep_ns, now_ns(ctx))
+        if driving:
+            result, driving = drive_sleep(ctx, peer, sleep_ns, now_ns(ctx))
+        else:
+            result = futex_sleep(ctx, peer, doorbell, sleep_ns, now_ns(ctx))
+            driving = all_sleep_driving(ctx, table, count)
         if result != layout.OK or has_progress(ctx, table, count):
             break
         if (

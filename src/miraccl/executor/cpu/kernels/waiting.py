@@ -6,7 +6,8 @@ Every wait has a deadline, ends on an abort, answers Ctrl-C, and compares its op
 progress page of the rank it waits for.
 
 Where messages go over a network, a waiting rank advances the connections itself (``drive``). Before
-it sleeps it hands them over to the proxy's thread.
+it sleeps it hands them over to the proxy's thread; with a single core it sleeps in ``drive``, which
+saves the switches to that thread.
 
 Waking: after storing a flag, a rank reads the peer's ``CTRL_SLEEP`` word. "Store flag, load SLEEP"
 against "store SLEEP, load flag" is Dekker's problem and needs a full fence on both sides. If there
@@ -60,6 +61,8 @@ CORE_HELD_NS = 1_000_000
 #: much as a long yield does; a single one, as when other processes start, is not worth that.
 FIRST_SKIPPED_YIELDS, MOST_SKIPPED_YIELDS = 8, 256
 FIRST_SLEEP_NS = 1_000_000
+#: Longest sleep in ``drive``: an abort does not end it.
+DRIVE_SLEEP_NS = 10_000_000
 # An operation on more bytes releases the GIL from its start.
 RELEASE_GIL_BYTES = 1 << 18
 
@@ -95,7 +98,7 @@ def signal_eventfd(ctx: int, descriptor: int) -> None:
 
 
 #: Modes of ``drive`` (``proxy.kernels.progress_engine``).
-DRIVE_POSTED, DRIVE_POLL, DRIVE_HAND_OVER = 0, 1, 2
+DRIVE_POSTED, DRIVE_POLL, DRIVE_HAND_OVER, DRIVE_SLEEP = 0, 1, 2, 3
 
 
 @inline
@@ -108,6 +111,15 @@ def drives(ctx: int) -> bool:
 def drive(ctx: int, mode: int) -> int:
     """Advance the network connections; return 0 if the proxy's thread is doing that."""
     return call4(load(ctx + layout.CTX_DRIVE), load(ctx + layout.CTX_DRIVEN), mode, 0, 0)
+
+
+@inline
+def sleeps_driving(ctx: int, peer: int) -> bool:
+    """Return True if a wait for a peer sleeps in ``drive``."""
+    if load(ctx + layout.CTX_DRIVE_SLEEPS) == 0:
+        return False
+    conn = load(ctx + layout.CTX_RECV) + peer * layout.CONN_SIZE
+    return load(conn + layout.CONN_CAPS) & layout.CAP_NEEDS_PROGRESS != 0
 
 
 @inline
@@ -382,20 +394,45 @@ def arm_doorbell(ctx: int) -> int:
 
 
 @inline
-def futex_sleep(ctx: int, peer: int, doorbell: int, sleep_ns: int, now: int) -> int:
-    """Sleep for ``sleep_ns`` from ``now`` on or until the doorbell rings.
-
-    Returns OK, or the ERR_* of an abort or an expired deadline.
-    """
+def wait_error(ctx: int, peer: int, now: int) -> int:
+    """Return OK, or the ERR_* of an abort or an expired deadline."""
     ctrl = load(ctx + layout.CTX_CTRL)
     if load_acquire(ctrl + layout.CTRL_ABORT) != 0:
         return fail(ctx, layout.ERR_ABORTED, peer, 0, load(ctrl + layout.CTRL_ABORT))
     if deadline_expired(ctx, now):
         return fail(ctx, layout.ERR_TIMEOUT, peer, 0, 0)
-    left = load(ctx + layout.CTX_DEADLINE) - now
-    futex_wait(ctx, ctrl + layout.CTRL_DOORBELL, doorbell, max(1, min(sleep_ns, left)))
-    store(ctrl + layout.CTRL_SLEEP, 0)
     return layout.OK
+
+
+@inline
+def futex_sleep(ctx: int, peer: int, doorbell: int, sleep_ns: int, now: int) -> int:
+    """Sleep for ``sleep_ns`` from ``now`` on or until the doorbell rings.
+
+    Returns OK, or the ERR_* of an abort or an expired deadline.
+    """
+    result = wait_error(ctx, peer, now)
+    if result == layout.OK:
+        ctrl = load(ctx + layout.CTX_CTRL)
+        left = load(ctx + layout.CTX_DEADLINE) - now
+        futex_wait(ctx, ctrl + layout.CTRL_DOORBELL, doorbell, max(1, min(sleep_ns, left)))
+        store(ctrl + layout.CTRL_SLEEP, 0)
+    return result
+
+
+@inline
+def drive_sleep(ctx: int, peer: int, sleep_ns: int, now: int) -> tuple[int, bool]:
+    """Advance the network connections and, if nothing moves, sleep there for ``sleep_ns`` from
+    ``now`` on.
+
+    Returns (OK or the ERR_* of ``wait_error``, False if the proxy's thread has the connections).
+    """
+    result = wait_error(ctx, peer, now)
+    if result != layout.OK:
+        return result, True
+    left = min(DRIVE_SLEEP_NS, load(ctx + layout.CTX_DEADLINE) - now)
+    function, argument = load(ctx + layout.CTX_DRIVE), load(ctx + layout.CTX_DRIVEN)
+    moved = call4(function, argument, DRIVE_SLEEP, max(1, min(sleep_ns, left)), 0)
+    return layout.OK, moved != 0
 
 
 def _sleep_until(ctx: int, address: int, target: int, peer: int) -> int:
@@ -407,13 +444,17 @@ def _sleep_until(ctx: int, address: int, target: int, peer: int) -> int:
     store(ctx + layout.CTX_AWAITED_TAIL, target if sending else 0)
     publish_wait(ctx, peer)
     sleep_ns = FIRST_SLEEP_NS
-    result = layout.OK
+    result, driving = layout.OK, sleeps_driving(ctx, peer)
     while True:
-        doorbell = arm_doorbell(ctx)
+        doorbell = 0 if driving else arm_doorbell(ctx)
         if load_acquire(address) >= target:
             break
         now = now_ns(ctx)
-        result = futex_sleep(ctx, peer, doorbell, sleep_ns, now)
+        if driving:
+            result, driving = drive_sleep(ctx, peer, sleep_ns, now)
+        else:
+            result = futex_sleep(ctx, peer, doorbell, sleep_ns, now)
+            driving = sleeps_driving(ctx, peer)
         if result != layout.OK or load_acquire(address) >= target:
             break
         # The whole sleep passed: check for other ends of the wait.

@@ -6,7 +6,8 @@ other threads, failed queue pairs, rows that Python handles, and links that have
 
 An executor that waits advances the connections itself (``drive``), as with TCP
 (``proxy.kernels.progress_engine``, which says who has the lock): posting and polling need no system
-call on most devices, so a message costs no switch between threads.
+call on most devices, so a message costs no switch between threads. With a single core it sleeps in
+``drive`` as well, on the completion channels, and what it publishes is posted when it waits.
 """
 
 from __future__ import annotations
@@ -29,20 +30,28 @@ from miraccl.native.intrinsics import (
 )
 from miraccl.proxy.kernels import link_layout
 from miraccl.proxy.kernels.link import advance, on_close_requested, on_consumed
-from miraccl.proxy.kernels.link_io import scan_cts, source_of
+from miraccl.proxy.kernels.link_io import published_bytes, scan_cts, source_of
 from miraccl.proxy.kernels.link_send import alive, fail, on_posted
 from miraccl.proxy.kernels.progress_engine import (
+    DEFER_BYTES,
     DOORBELL_DATA,
     DRIVE_HAND_OVER,
+    DRIVE_POSTED,
+    DRIVE_SLEEP,
     EVENT_BYTES,
     EVENT_DATA,
     acquire,
+    acquire_after_doze,
     begin_round,
     doze_if_driven,
     hand_over,
+    has_event,
+    is_watched,
     now_ns,
     release,
     ring,
+    sleep_driving,
+    take_published,
     wake_executor,
 )
 from miraccl.proxy.kernels.progress_engine import link_at as connection_at
@@ -54,6 +63,7 @@ from miraccl.proxy.verbs.kernels.posting import (
     post_all,
     post_receives,
     post_special,
+    qp_of,
 )
 from miraccl.transport import fifo
 
@@ -134,22 +144,17 @@ def scan(conn: int) -> bool:
 
 
 @inline
-def drain_channel(engine: int, index: int) -> None:
-    """Take the events of a completion channel; its descriptor does not block."""
+def take_event(engine: int, index: int, result: int) -> bool:
+    """Take one event of a completion channel, which does not block; return False if there is none.
+
+    ``result``: two words, queue and context.
+    """
     device = engine + layout.ENGINE_DEVICES + index * layout.DEVICE_BYTES
-    take, acknowledge = (
-        load(engine + layout.FUNCTION_GET_EVENT),
-        load(engine + layout.FUNCTION_ACK_EVENTS),
-    )
-    queue = engine + layout.ENGINE_CQ
-    going = True
-    while going:
-        failed = call4(
-            take, load(device + layout.DEVICE_CHANNEL), queue, engine + layout.ENGINE_CQ_CONTEXT, 0
-        )
-        going = failed << 32 == 0
-        if going:
-            call4(acknowledge, load(queue), 1, 0, 0)
+    take, channel = load(engine + layout.FUNCTION_GET_EVENT), load(device + layout.DEVICE_CHANNEL)
+    if call4(take, channel, result, result + 8, 0) << 32 != 0:
+        return False
+    call4(load(engine + layout.FUNCTION_ACK_EVENTS), load(result), 1, 0, 0)
+    return True
 
 
 @inline
@@ -168,7 +173,8 @@ def wait_events(engine: int, milliseconds: int) -> int:
         elif data == ASYNC_DATA:
             store(engine + layout.ENGINE_ASYNC, 1)
         else:
-            drain_channel(engine, data)
+            while take_event(engine, data, engine + layout.ENGINE_CQ):
+                pass
     return count
 
 
@@ -181,6 +187,15 @@ def arm(conn: int) -> None:
         if queue != 0:
             record = engine + layout.ENGINE_DEVICES + device * layout.DEVICE_BYTES
             call4(load(record + layout.DEVICE_REQ_NOTIFY), queue, 0, 0, 0)
+
+
+@inline
+def arm_all(engine: int) -> None:
+    """Ask the completion queues of all connections for an event."""
+    for i in range(load(engine + link_layout.ENGINE_NLINKS)):
+        conn = connection_at(engine, i)
+        if conn != 0:
+            arm(conn)
 
 
 # ---- the loop
@@ -238,10 +253,7 @@ def sleep(engine: int) -> None:
     asleep = load(engine + link_layout.ENGINE_ASLEEP)
     acquire(engine)
     exchange(asleep, 1)
-    for i in range(load(engine + link_layout.ENGINE_NLINKS)):
-        conn = connection_at(engine, i)
-        if conn != 0:
-            arm(conn)
+    arm_all(engine)
     found = advance_all(engine)
     wake_executor(engine)
     if not found and not needs_python(engine):
@@ -270,7 +282,7 @@ def run(engine: int, unused: int) -> int:
         rounds = doze_if_driven(engine, driven)
         if busy or rounds != driven:
             driven = rounds
-            acquire(engine)
+            acquire_after_doze(engine)
             idle_since = 0
         else:
             now = now_ns(engine)
@@ -285,25 +297,71 @@ def run(engine: int, unused: int) -> int:
                 idle_since = 0
 
 
-def drive(engine: int, mode: int, unused: int, unused2: int) -> int:
+@inline
+def may_defer(engine: int) -> bool:
+    """Return True if what the executor has published may wait until it sleeps.
+
+    With a single core a call of ``ibv_post_send`` per message hands each over alone. The thread
+    posts what an executor leaves that does not wait.
+    """
+    if load(engine + link_layout.ENGINE_ONE_CORE) == 0 or not is_watched(engine):
+        return False
+    flying = False
+    for i in range(load(engine + link_layout.ENGINE_NLINKS)):
+        conn = connection_at(engine, i)
+        if conn != 0:
+            if published_bytes(load(conn + layout.CONN_LINK)) >= DEFER_BYTES:
+                return False
+            for index in range(load(conn + layout.CONN_NQPS)):
+                qp = qp_of(conn, index)
+                if load(qp + layout.QP_POSTED) != load(qp + layout.QP_DONE):
+                    flying = True
+    return flying
+
+
+@inline
+def advance_driving(engine: int) -> bool:
+    """Advance all connections once for an executor, which has the lock; return True if anything
+    moved.
+    """
+    found = advance_all(engine)
+    store(engine + link_layout.ENGINE_DIRTY, 0)  # the executor is awake
+    return found
+
+
+def drive(engine: int, mode: int, nanoseconds: int, unused: int) -> int:
     """Advance the connections in an executor's thread; return 1 unless another thread has them.
 
-    ``mode``: as of ``progress_engine.drive``.
+    ``mode``: as of ``progress_engine.drive``, or DRIVE_SLEEP: sleep here for at most
+    ``nanoseconds`` if nothing moves; 0 if the executor must sleep elsewhere.
     """
     if mode == DRIVE_HAND_OVER:
         hand_over(engine)
         return 1
+    if mode == DRIVE_POSTED and may_defer(engine):
+        return 1
     if not begin_round(engine):
         return 0
-    advance_all(engine)
-    store(engine + link_layout.ENGINE_DIRTY, 0)  # the executor is awake
+    found, sleeps = advance_driving(engine), mode == DRIVE_SLEEP
+    if sleeps and not take_published(engine) and not found:
+        arm_all(engine)
+        if not advance_driving(engine) and not needs_python(engine):
+            exchange(engine + link_layout.ENGINE_WAITING, 1)
+            release(engine)
+            sleep_driving(engine, nanoseconds)
+            for index in range(load(engine + layout.ENGINE_NDEVICES)):
+                if has_event(engine, index + 1):
+                    take_event(engine, index, engine + layout.ENGINE_DRIVEN_CQ)
+            if not begin_round(engine):
+                return 1
+            advance_driving(engine)
     calls_python = needs_python(engine)
     release(engine)
     # A thread that sleeps in epoll has armed the queues: a completion that this round has left
     # wakes it.
     if calls_python and load_acquire(load(engine + link_layout.ENGINE_ASLEEP)) != 0:
         ring(engine)
-    return 1
+    return 0 if sleeps and calls_python else 1
 
 
 def close_link(conn: int, unused: int) -> int:

@@ -24,14 +24,14 @@ ENGINE_NREGIONS = ENGINE_FUNCTIONS + 48
 ENGINE_SLEEPS = ENGINE_FUNCTIONS + 56
 ENGINE_REGISTERED = ENGINE_FUNCTIONS + 64  # registrations of single messages
 ENGINE_ASYNC = ENGINE_FUNCTIONS + 72  # 1: a device has an asynchronous event
-ENGINE_CQ = ENGINE_FUNCTIONS + 80  # results of ibv_get_cq_event
-ENGINE_CQ_CONTEXT = ENGINE_FUNCTIONS + 88
+ENGINE_CQ = ENGINE_FUNCTIONS + 80  # queue and context that ibv_get_cq_event writes
 ENGINE_BAD_WR = ENGINE_FUNCTIONS + 96
 ENGINE_WINDOW, ENGINE_WINDOW_END = ENGINE_FUNCTIONS + 104, ENGINE_FUNCTIONS + 112
 #: Payload in the window that was registered for one message: Python keeps the next ones registered.
 ENGINE_WANTED, ENGINE_WANTED_BYTES = ENGINE_FUNCTIONS + 120, ENGINE_FUNCTIONS + 128
 #: Calls of ibv_post_send, and work requests that they posted.
 ENGINE_POSTS, ENGINE_REQUESTS = ENGINE_FUNCTIONS + 136, ENGINE_FUNCTIONS + 144
+ENGINE_DRIVEN_CQ = ENGINE_FUNCTIONS + 152  # as ENGINE_CQ, of an executor
 ENGINE_COMPLETIONS = ENGINE_FUNCTIONS + 192  # NCOMPLETIONS struct ibv_wc
 NCOMPLETIONS = 16
 WC_BYTES = 48
