@@ -17,13 +17,16 @@ machine with that of Soft-RoCE's reliable connections (go-back-N, perftest's and
 
 UD and UC run under the datagram machine, without protection and with cubic, as delays on one
 processor are those of its scheduler, against ``ib_send_bw`` of the same
-kind; messages of UD are compared by their bytes, as perftest sends one packet each.
+kind; messages of UD are compared by their bytes, as perftest sends one packet each: so many per
+call (``-l``) as a message of ours has.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
+import math
 import os
 import signal
 import socket
@@ -32,6 +35,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import common
@@ -53,15 +57,15 @@ from miraccl.native.intrinsics import (
 )
 from miraccl.native.sleep_words import DOORBELL, SLEEP
 from miraccl.native.verbs_abi import load_library
-from miraccl.proxy.kernels.progress_engine import DRIVE_HAND_OVER, DRIVE_POLL, DRIVE_POSTED
+from miraccl.proxy.kernels.progress_engine import (
+    DRIVE_HAND_OVER,
+    DRIVE_POLL,
+    DRIVE_POSTED,
+    DRIVE_SLEEP,
+)
 from miraccl.proxy.verbs.engine import VerbsEngine
 from miraccl.proxy.verbs.packet_engine import VerbsDatagramEngine
-from miraccl.runtime.engine_state import (
-    DRIVING_SPINS,
-    DRIVING_YIELDS,
-    ONE_CORE_SPINS,
-    ONE_CORE_YIELDS,
-)
+from miraccl.runtime.engine_state import DRIVING_SPINS, DRIVING_YIELDS
 from miraccl.topo.hca import read_hcas
 from miraccl.transport.base import DatagramOptions, Endpoint, Fifo, TransportContext
 from miraccl.transport.fifo import PrivateMemory, memory_at
@@ -71,8 +75,10 @@ from miraccl.transport.verbs_packets import PairKind
 
 TIMEOUT_S = 120.0
 FUTEX_WAIT = 0
+SLEEP_NS = 10_000_000
 SERVER = "10.77.0.1"
 GID_INDEX = "1"
+MTU = 4096
 
 
 # --- the executor's part, compiled
@@ -89,9 +95,27 @@ def publish(ctx, doorbell, asleep):
 
 
 @njit(nogil=True)
+def futex_sleep(ctx, address, target):
+    """Leave the connections to the engine's thread and sleep."""
+    if load(ctx) != 0:
+        call4(load(ctx), load(ctx + 8), DRIVE_HAND_OVER, 0, 0)
+    control = load(ctx + 16)
+    value = load32(control + DOORBELL)
+    exchange(control + SLEEP, 1)
+    if load_acquire(address) < target:
+        store(ctx + 56, load(ctx + 56) + 1)
+        syscall(SYS_FUTEX, control + DOORBELL, FUTEX_WAIT, value, ctx + 32, 0, 0)
+    store(control + SLEEP, 0)
+
+
+@njit(nogil=True)
 def await_word(ctx, address, target):
     """Wait as a rank does that shares its core (``executor.cpu.kernels.waiting``)."""
     drive, turns = load(ctx), 0
+    if load(ctx + 80) != 0:
+        while load_acquire(address) < target:
+            if call4(drive, load(ctx + 8), DRIVE_SLEEP, SLEEP_NS, 0) == 0:
+                futex_sleep(ctx, address, target)
     while load_acquire(address) < target:
         turns += 1
         if turns > load(ctx + 72):
@@ -100,15 +124,7 @@ def await_word(ctx, address, target):
         if drive != 0:
             call4(drive, load(ctx + 8), DRIVE_POLL, 0, 0)
         if turns > load(ctx + 72) + load(ctx + 64):
-            if drive != 0:
-                call4(drive, load(ctx + 8), DRIVE_HAND_OVER, 0, 0)
-            control = load(ctx + 16)
-            value = load32(control + DOORBELL)
-            exchange(control + SLEEP, 1)
-            if load_acquire(address) < target:
-                store(ctx + 56, load(ctx + 56) + 1)
-                syscall(SYS_FUTEX, control + DOORBELL, FUTEX_WAIT, value, ctx + 32, 0, 0)
-            store(control + SLEEP, 0)
+            futex_sleep(ctx, address, target)
 
 
 @njit(nogil=True)
@@ -154,13 +170,19 @@ class Peer:
     """One of two processes: rank 0 sends, rank 1 receives and answers."""
 
     def __init__(
-        self, rank: int, control: socket.socket, qps: int, nbytes: int, kind: PairKind | None
+        self,
+        rank: int,
+        control: socket.socket,
+        qps: int,
+        nbytes: int,
+        kind: PairKind | None,
+        datagram: DatagramOptions,
     ) -> None:
         self.rank, self.control, self.nbytes = rank, control, nbytes
         self.memory = PrivateMemory(max(nbytes, 4096))
         self.page = PrivateMemory(1 << 16)  # the executor's control page
         # drive, its argument, control page, the number 1, timeout of a sleep (two words), counts of
-        # yields and sleeps, yields before a sleep, turns before a yield
+        # yields and sleeps, yields before a sleep, turns before a yield, 1 to sleep in drive
         self.context = PrivateMemory(4096)
         library = load_library()
         ports = [(h, h.ports[0]) for h in read_hcas() if h.name == f"rxe{1 - rank}"]
@@ -186,7 +208,7 @@ class Peer:
                 context,
                 engine=self._open_packet_engine,
                 kind=kind,
-                datagram=DatagramOptions(protection="none", congestion="cubic"),
+                datagram=datagram,
                 **shared,
             )
         info = self.swap(self.transport.setup())
@@ -194,12 +216,9 @@ class Peer:
         if kind is None:
             self.engine.add_region(self.memory.address, max(nbytes, 4096))
         self.counts = [0, 0]
-        drive, argument = self.engine.driver(overlap=False)
-        words = (drive, argument, self.page.address, 1, 0, 1_000_000, 0, 0)
-        if drive:
-            words += (DRIVING_YIELDS, DRIVING_SPINS)
-        else:
-            words += (ONE_CORE_YIELDS, ONE_CORE_SPINS)
+        driving = self.engine.driver(overlap=False)
+        words = (driving.function, driving.argument, self.page.address, 1, 0, 1_000_000, 0, 0)
+        words += (DRIVING_YIELDS, DRIVING_SPINS, int(driving.sleeps))
         for i, word in enumerate(words):
             memory_at(self.context.address + 8 * i, 8)[:] = word.to_bytes(8, "little")
 
@@ -240,6 +259,8 @@ class Peer:
             found[f"{name} switches"] = sum(int(line[1]) for line in lines)
         with open("/proc/stat") as file:
             total = [int(n) for n in file.readline().split()[1:]]
+        folder = Path(f"/sys/class/infiniband/rxe{1 - self.rank}/ports/1/hw_counters")
+        found |= {path.name: int(path.read_text()) for path in folder.iterdir()}
         names = ("user", "nice", "system", "idle", "iowait", "irq", "softirq")
         found |= {f"all {n}": 10_000 * v for n, v in zip(names, total, strict=False) if v}
         return found
@@ -305,16 +326,23 @@ class Peer:
         return time.perf_counter() - start
 
 
-def ours(kind: str, qps: int, nbytes: int, counts: tuple[int, int], pair: PairKind | None) -> float:
+def ours(
+    kind: str,
+    qps: int,
+    nbytes: int,
+    counts: tuple[int, int],
+    pair: PairKind | None,
+    datagram: DatagramOptions,
+) -> float:
     """Return seconds per message one way, from the difference of two runs."""
     ends = socket.socketpair()
     pid = os.fork()
     if pid == 0:
         try:
-            _serve(Peer(1, ends[1], qps, nbytes, pair), kind, counts)
+            _serve(Peer(1, ends[1], qps, nbytes, pair, datagram), kind, counts)
         finally:
             os._exit(0)
-    peer = Peer(0, ends[0], qps, nbytes, pair)
+    peer = Peer(0, ends[0], qps, nbytes, pair, datagram)
     note("connected")
     times = _serve(peer, kind, counts)
     os.waitpid(pid, 0)
@@ -352,7 +380,7 @@ def _serve(peer: Peer, kind: str, counts: tuple[int, int]) -> list[float]:
     before = peer.profile()
     times = [action(count) for count in counts]
     used = {name: n - before.get(name, 0) for name, n in peer.profile().items()}
-    per = ", ".join(f"{name} {n / sum(counts):.2f}" for name, n in used.items())
+    per = ", ".join(f"{name} {n / sum(counts):.2f}" for name, n in used.items() if n)
     note(f"rank {peer.rank}, per message: {per}")
     if isinstance(peer.engine, VerbsDatagramEngine):
         note(f"rank {peer.rank}: {peer.engine.reports()}")
@@ -372,13 +400,14 @@ def perftest(
     depth: int = 8,
 ) -> float:
     """Return the same as ``ib_write_bw`` or ``ib_write_lat`` report; ``verb`` may be ``send``."""
-    parts, count = 1, counts[1]
+    parts, count, posting = 1, counts[1], []
     if pair is PairKind.UD:  # one packet per message
         parts = -(-nbytes // 4096)
         nbytes, count = 4096, count * parts
+        depth, posting = depth * parts, ["-l", str(parts)]
     command = [f"ib_{verb}_{kind}", "-x", GID_INDEX, "-m", "4096", "-s", str(nbytes), "-F"]
     if kind == "bw":  # eight as our FIFO; Soft-RoCE loses packets of deeper queues
-        command += ["-t", str(depth), "-q", str(qps)]
+        command += ["-t", str(depth), "-q", str(qps), *posting]
     if pair:
         command += ["-c", pair.name]
     if verb == "send" or pair:
@@ -388,7 +417,7 @@ def perftest(
     # Latency: bytes, iterations, least, most, typical, average; bandwidth: bytes, iterations,
     # peak, average in MB/s.
     value = float(row[5 if kind == "lat" else 3])
-    if value:
+    if value and math.isfinite(value):
         return value / 1e6 if kind == "lat" else nbytes * parts / (value * (1 << 20))
     # On a busy machine perftest finds no clock rate and prints zeros.
     less, _ = run_perftest([*command, "-n", str(many // 8)])
@@ -489,6 +518,15 @@ def report(out: str, settings: dict[str, Any], results: dict[str, dict[str, Any]
     common.save(out, settings | {"cases": results}, text + common.markdown_table(columns, rows))
 
 
+def earlier_results(out: str | None) -> dict[str, dict[str, Any]]:
+    """Return the cases that are saved under this name: a run replaces those that it repeats."""
+    path = Path(f"{out}.json")
+    if not out or not path.exists():
+        return {}
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text())["cases"]
+    return found
+
+
 def goal_of(name: str, kind: str, pair: PairKind | None) -> str:
     """Return the goal of a case."""
     if name in LOSS_CASES:
@@ -505,6 +543,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="factor of all message counts")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds of one measurement")
+    parser.add_argument("--loss-congestion", default="cubic", help="controller with loss")
     parser.add_argument("--depth", type=int, default=8, help="messages of perftest in flight")
     parser.add_argument("--cases", default="", help="names of cases separated by semicolons")
     common.add_output_option(parser)
@@ -515,8 +554,9 @@ def main() -> None:
         "peer": f"ib_{verb}_bw, ib_{verb}_lat",
         "depth": args.depth,
         "loss": LOSS,
+        "loss_congestion": args.loss_congestion,
     }
-    results: dict[str, dict[str, Any]] = {}
+    results = earlier_results(args.out)
     compile_loops()
     provide_clock_rate()
     note("compiled")
@@ -525,6 +565,12 @@ def main() -> None:
             continue
         lossy = name in LOSS_CASES
         set_loss(LOSS if lossy else "")
+        # A packet that Soft-RoCE cuts is lost with each of its parts, and takes the next one along.
+        datagram = DatagramOptions(
+            protection="none",
+            congestion=args.loss_congestion if lossy else "cubic",
+            mtu=MTU if lossy else 0,
+        )
         scaled = (max(5, int(counts[0] * args.scale)), max(10, int(counts[1] * args.scale)))
         rows: list[tuple[float, float]] = []
         for _ in range(args.rounds):
@@ -534,7 +580,7 @@ def main() -> None:
                 perftest, kind, qps, nbytes, scaled, peer_verb, peer_kind, depth=args.depth
             )
             peer = within(args.timeout, other)
-            one = functools.partial(ours, kind, qps, nbytes, scaled, pair)
+            one = functools.partial(ours, kind, qps, nbytes, scaled, pair, datagram)
             rows.append((peer, within(args.timeout, one)))
             note(f"{name}: perftest {peer * 1e6:.1f} us, miraccl {rows[-1][1] * 1e6:.1f} us")
         theirs, own = (statistics.median(column) * 1e6 for column in zip(*rows, strict=True))
