@@ -291,6 +291,23 @@ def _valid(config: rec.LinkConfig, events: list[rec.Event]) -> list[rec.Event]:
     return kept
 
 
+def test_the_rate_of_a_stream_is_that_of_its_busy_time() -> None:
+    """A burst after a pause, which a token bucket lets through, says little about the rate."""
+    link = CompiledLink(config_of(1, rails=2))
+
+    def rate(acked: int, busy_us: int) -> int:
+        memory_at(link.arguments.address, 40)[:] = struct.pack("<5q", 12, 0, acked, busy_us, 0)
+        link._event(link.memory.address, link.arguments.address)
+        at = link.memory.address + layout.LINK_STREAMS + layout.STREAM_RATE
+        return int(struct.unpack("<q", memory_at(at, 8))[0])
+
+    assert rate(36_000, 300) == 0  # unknown
+    assert rate(36_000 + 3_000 * 10, 10_300) == 66_000 * 1000 // 10_300
+    assert rate(66_000 + 36_000, 10_600) == 6407  # another burst: not before 10 ms of work
+    assert rate(66_000 + 30_000, 20_300) == (6407 + 3000 + 1) // 2
+    assert rate(96_000, 40_300) == (4704 + 1 + 1) // 2  # it stalls
+
+
 def test_every_fault_has_a_text() -> None:
     codes = {v for k, v in vars(layout).items() if k.isupper() and 1 <= v <= 25 and k in _NAMES}
     assert codes == set(FAULT_TEXTS)

@@ -56,6 +56,10 @@ TCP_NOTSENT_LOWAT = 25  # include/uapi/linux/tcp.h; the socket module has it fro
 #: Bytes per stream that the kernel accepts ahead of what it may send, where streams use several
 #: networks: what a slow network has accepted cannot go over another one.
 RAIL_UNSENT_BYTES = 1 << 16
+TCP_RTO_MIN_US = 45  # include/uapi/linux/tcp.h, Linux 6.15
+#: Least retransmission timeout of a stream where streams use several networks. A message waits that
+#: long if the last packet of one of its streams is lost; the kernel's is 200 ms.
+RAIL_RTO_MIN_US = 10_000
 #: Bytes for which a new connection has a receive buffer.
 RECEIVE_WINDOW_BYTES = 1 << 20
 
@@ -284,6 +288,8 @@ class SocketTransport(Transport):
         if rails > 1:
             for sock in socks:
                 sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, RAIL_UNSENT_BYTES)
+                with contextlib.suppress(OSError):  # an older kernel
+                    sock.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MIN_US, RAIL_RTO_MIN_US)
         return NetConnection(
             peer=peer, streams=socks, pair=pair, peer_slot_bytes=info.slot_bytes, rails=rails
         )

@@ -49,10 +49,15 @@ SYS_SENDMSG, SYS_RECVMSG, SYS_SETSOCKOPT, SYS_GETSOCKOPT, SYS_NANOSLEEP, SYS_IOC
 )
 #: Bytes of a socket that the peer has not acknowledged (linux/sockios.h).
 SIOCOUTQ = 0x5411
-#: ``tcpi_delivery_rate`` of struct tcp_info, in bytes per second (linux/tcp.h).
-IPPROTO_TCP, TCP_INFO, RATE_OFFSET = 6, 11, 160
+#: ``tcpi_bytes_acked`` and ``tcpi_busy_time`` of struct tcp_info (linux/tcp.h): the time in us in
+#: which the kernel had something to send.
+IPPROTO_TCP, TCP_INFO, ACKED_OFFSET, BUSY_OFFSET = 6, 11, 120, 168
 #: Time between two measurements of the streams of a link over several networks.
 MEASURE_NS = 1_000_000
+#: Busy time of a stream over which its rate is measured. The kernel's own rate is that of the last
+#: round trip: after a pause, of a burst that a token bucket lets through. A stream of 25 Mbit/s was
+#: taken for one of 3 Gbit/s, and the others waited for it for 150 ms.
+RATE_WINDOW_US = 10_000
 MSG_DONTWAIT, MSG_NOSIGNAL = 0x40, 0x4000
 SOL_SOCKET, SO_RCVLOWAT = 1, 18
 EINTR, EAGAIN, ENOMEM, ENOBUFS = 4, 11, 12, 105
@@ -452,6 +457,18 @@ def parse_frame(link: int, index: int, start: int, end: int) -> bool:
 
 
 @inline
+def measured_rate(stream: int, acked: int, busy_us: int) -> int:
+    """Return the rate of a stream, the mean of the last one and of the last window's."""
+    rate, passed = load(stream + layout.STREAM_RATE), busy_us - load(stream + layout.STREAM_BUSY_US)
+    if passed < RATE_WINDOW_US:
+        return rate
+    last = max(1, (acked - load(stream + layout.STREAM_ACKED)) * 1000 // passed)
+    store(stream + layout.STREAM_ACKED, acked)
+    store(stream + layout.STREAM_BUSY_US, busy_us)
+    return last if rate == 0 else (rate + last + 1) // 2
+
+
+@inline
 def measure_streams(engine: int, link: int) -> None:
     """Read from the kernel, now and then, what each stream holds and how fast it is."""
     clock = engine + layout.ENGINE_TIME
@@ -467,10 +484,11 @@ def measure_streams(engine: int, link: int) -> None:
         store(word, 0)
         syscall(SYS_IOCTL, fd, SIOCOUTQ, word, 0, 0, 0)
         backlog = max(0, load32(word) - load(stream + layout.STREAM_WRITTEN))
-        store(info + RATE_OFFSET, 0)
+        store(info + BUSY_OFFSET, 0)
         store(word, layout.TCP_INFO_BYTES)
         syscall(SYS_GETSOCKOPT, fd, IPPROTO_TCP, TCP_INFO, info, word, 0)
-        on_measured(link, index, backlog, load(info + RATE_OFFSET) // 1000)
+        rate = measured_rate(stream, load(info + ACKED_OFFSET), load(info + BUSY_OFFSET))
+        on_measured(link, index, backlog, rate)
     advance(link)
 
 

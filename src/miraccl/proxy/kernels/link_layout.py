@@ -55,7 +55,7 @@ ENGINE_OVERLAP = ENGINE_LOCK + 80
 #: 1 if whoever advanced the links last left some stream with more to do.
 ENGINE_UNFINISHED = ENGINE_LOCK + 88
 ENGINE_POLLS = ENGINE_LOCK + 96  # polls of executors
-TCP_INFO_BYTES = 168  # struct tcp_info up to tcpi_delivery_rate
+TCP_INFO_BYTES = 176  # struct tcp_info up to tcpi_busy_time
 ENGINE_TCP_INFO = ENGINE_LOCK + 104
 ENGINE_DOZE_NS = ENGINE_TCP_INFO + TCP_INFO_BYTES  # duration of a doze of the thread
 #: Time for which the thread leaves the links to an executor that may stop driving without saying
@@ -137,7 +137,8 @@ STREAM_STAGING = 144  # address of the staging buffer
 STREAM_INDEX = 152
 STREAM_BACKLOG = 160  # bytes that the kernel holds, where streams use several networks
 STREAM_RATE = 168  # bytes per millisecond, 0: unknown
-STREAM_QUEUE = 176
+STREAM_ACKED, STREAM_BUSY_US = 176, 184  # of the kernel, where the rate was last measured
+STREAM_QUEUE = 192
 NQUEUE = 128
 ENTRY_MESSAGE, ENTRY_LENGTH, ENTRY_PAYLOAD, ENTRY_HEADER = 0, 8, 16, 24
 ENTRY_BYTES = ENTRY_HEADER + FRAME_BYTES

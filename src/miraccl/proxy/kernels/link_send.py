@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from miraccl.native.intrinsics import inline, load, memcpy, store, store_release
 from miraccl.proxy.kernels import link_layout as layout
-from miraccl.wire.proxy_sender import FRAME_COST, MAX_LEFT_BYTES, RAIL_SEGMENTS
+from miraccl.wire.proxy_sender import FRAME_COST, MAX_LEFT_BYTES, RAIL_MARGIN, RAIL_SEGMENTS
 from miraccl.wire.stream import MAGIC, MAX_MESSAGE_BYTES, MIN_SEGMENT_BYTES, FrameType
 from miraccl.wire.verbs.policy import SHARES, piece_bytes, stream_of_piece
 
@@ -403,7 +403,7 @@ def earliest(link: int, length: int) -> int:
         record = out_of(link, load(link + layout.LINK_TO_SEND + 8 * i))
         left += load(record + layout.OUT_NBYTES) - load(record + layout.OUT_QUEUED)
     together = (min(left, MAX_LEFT_BYTES) + loads) * rate_of(link, best)
-    if (stream_load(link, best) + length) * rates <= together:
+    if RAIL_MARGIN * (stream_load(link, best) + length) * rates <= together:
         return best
     return -1
 

@@ -42,7 +42,7 @@ from miraccl.proxy.kernels.link import (
     on_receive_posted,
     on_stream_ended,
 )
-from miraccl.proxy.kernels.link_io import advance_streams, scan
+from miraccl.proxy.kernels.link_io import advance_streams, measured_rate, scan
 from miraccl.proxy.kernels.link_receive import on_placed
 from miraccl.proxy.kernels.link_send import (
     alive,
@@ -519,6 +519,8 @@ def event(link: int, arguments: int) -> int:
         fail(link, layout.FAULT_INTERNAL, 0, 0, 0, 0)
     elif kind == 11:
         on_measured(link, a, b, c)
+    elif kind == 12:
+        on_measured(link, a, 0, measured_rate(stream_of(link, a), b, c))
     advance(link)
     return 0
 
