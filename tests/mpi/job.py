@@ -38,6 +38,19 @@ def world() -> dict[str, Any]:
     }
 
 
+def over_udp() -> dict[str, Any]:
+    """Ranks that name hosts of their own: all data goes over UDP."""
+    os.environ["MIRACCL_HOSTID"] = str(os.getpid())
+    os.environ["MIRACCL_NET"] = "udp"
+    with miraccl.init(timeout=60.0) as comm:
+        total = comm.all_reduce(np.full(100_000, comm.rank + 1.0, np.float32))
+        return {
+            "rank": comm.rank,
+            "totals": np.unique(total).tolist(),
+            "transports": comm.explain("all_reduce", 8)[0].transports,
+        }
+
+
 def death() -> dict[str, Any]:
     """Rank 1 ends in the middle; with status 0, so that the launcher leaves the others alone."""
     with miraccl.init(timeout=60.0) as comm:
@@ -86,5 +99,7 @@ def over_mpi() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    result = {"world": world, "death": death, "over_mpi": over_mpi}[sys.argv[1]]()
+    result = {"world": world, "over_udp": over_udp, "death": death, "over_mpi": over_mpi}[
+        sys.argv[1]
+    ]()
     Path(sys.argv[2], f"{result['rank']}.json").write_text(json.dumps(result))

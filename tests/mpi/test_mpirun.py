@@ -35,6 +35,12 @@ def test_the_environment_is_enough(mpirun: Mpirun, nranks: int, tmp_path: Path) 
         assert result["point"] == "FileRendezvous"
 
 
+def test_ranks_that_share_no_memory_over_udp(mpirun: Mpirun, tmp_path: Path) -> None:
+    results = run_job(mpirun.command(2), "over_udp", tmp_path)
+    assert [r["totals"] for r in results] == [[3.0]] * 2
+    assert [r["transports"].split(" (")[0] for r in results] == ["udp to 1", "udp to 0"]
+
+
 def test_jobs_at_the_same_time_do_not_meet(mpirun: Mpirun, tmp_path: Path) -> None:
     found: dict[int, list[Any]] = {}
     threads = [

@@ -184,15 +184,18 @@ def test_asynchronous_actors(gates: list[Any]) -> None:
         assert get([gate.total.remote() for gate in gates]) == [[3.0] * 3] * 2
 
 
-def test_actors_with_threads_and_nodes_that_share_no_memory() -> None:
-    """Their names of hosts differ, as on two machines: all data goes over TCP."""
+@pytest.mark.parametrize("net", ["tcp", "udp"])
+def test_actors_with_threads_and_nodes_that_share_no_memory(net: str) -> None:
+    """Their names of hosts differ, as on two machines: all data goes over the network."""
     pair = [
-        actors(1, max_concurrency=2, runtime_env={"env_vars": {"MIRACCL_HOSTID": name}})[0]
-        for name in "ab"
+        actors(1, max_concurrency=2, runtime_env={"env_vars": environ})[0]
+        for environ in ({"MIRACCL_HOSTID": name, "MIRACCL_NET": net} for name in "ab")
     ]
     try:
         with miraccl.ray.create_group(pair) as group:
             assert group.run(lambda comm: comm.local_rank) == [0, 0]
+            transports = group.run(lambda comm: comm.explain("all_reduce", 8)[0].transports)
+            assert [text.split()[0] for text in transports] == [net, net]
             assert get([actor.total.remote(100_000) for actor in pair]) == [[3.0] * 100_000] * 2
     finally:
         for actor in pair:
