@@ -461,13 +461,13 @@ def provide_clock_rate() -> None:
 
 #: Case: (kind, queue pairs, bytes, message counts of the two runs, kind of queue pairs).
 CASES: dict[str, tuple[str, int, int, tuple[int, int], PairKind | None]] = {
-    "64 KiB, 1 QP": ("bw", 1, 1 << 16, (400, 2400), None),
-    "64 KiB, 4 QPs": ("bw", 4, 1 << 16, (400, 2400), None),
-    "1 MiB, 1 QP": ("bw", 1, 1 << 20, (40, 200), None),
-    "1 MiB, 4 QPs": ("bw", 4, 1 << 20, (40, 200), None),
-    "8 B one way": ("lat", 1, 8, (200, 1700), None),
-    "UC 64 KiB": ("bw", 1, 1 << 16, (400, 2400), PairKind.UC),
-    "UD 64 KiB": ("bw", 1, 1 << 16, (200, 1200), PairKind.UD),
+    "64 KiB, 1 QP": ("bw", 1, 1 << 16, (500, 4000), None),
+    "64 KiB, 4 QPs": ("bw", 4, 1 << 16, (500, 4000), None),
+    "1 MiB, 1 QP": ("bw", 1, 1 << 20, (100, 500), None),
+    "1 MiB, 4 QPs": ("bw", 4, 1 << 20, (100, 500), None),
+    "8 B one way": ("lat", 1, 8, (500, 4000), None),
+    "UC 64 KiB": ("bw", 1, 1 << 16, (500, 4000), PairKind.UC),
+    "UD 64 KiB": ("bw", 1, 1 << 16, (300, 2300), PairKind.UD),
 }
 #: With ``LOSS`` on both devices, against perftest's RC.
 LOSS = "1%"

@@ -42,7 +42,7 @@ from miraccl.proxy.kernels.flow_receive import KIND_ABORT, flow_on_timer
 from miraccl.proxy.kernels.flow_send import finish as finish_packet
 from miraccl.proxy.kernels.flow_send import flow_timer
 from miraccl.proxy.kernels.link import advance, all_closed, on_stream_ended
-from miraccl.proxy.kernels.link_io import published_bytes, scan
+from miraccl.proxy.kernels.link_io import may_defer_link, scan
 from miraccl.proxy.kernels.link_send import alive, drop_stream, on_written, stream_of
 from miraccl.proxy.kernels.packet_queues import (
     arm,
@@ -53,7 +53,6 @@ from miraccl.proxy.kernels.packet_queues import (
     take_event,
 )
 from miraccl.proxy.kernels.progress_engine import (
-    DEFER_BYTES,
     DOORBELL_DATA,
     DRIVE_HAND_OVER,
     DRIVE_POSTED,
@@ -326,17 +325,16 @@ def may_defer(engine: int) -> bool:
     """
     if load(engine + layout.ENGINE_ONE_CORE) == 0 or not is_watched(engine):
         return False
-    flying = False
     for i in range(load(engine + layout.ENGINE_NLINKS)):
         link = link_at(engine, i)
         if link != 0:
-            if published_bytes(link) >= DEFER_BYTES:
-                return False
-            flow = load(link + layout.LINK_FLOW)
+            flow, busy = load(link + layout.LINK_FLOW), False
             for index in range(load(flow + flow_layout.FLOW_NPATHS)):
                 if load(path_of(flow, index) + flow_layout.PATH_NSENT) != 0:
-                    flying = True
-    return flying
+                    busy = True
+            if not may_defer_link(link, busy):
+                return False
+    return True
 
 
 @inline

@@ -71,6 +71,9 @@ CALLS_PER_ROUND = 4
 MODE_SLOT, MODE_INLINE = int(fifo.Mode.SLOT), int(fifo.Mode.INLINE)
 MODE_ADDRESS, INLINE_BYTES = int(fifo.Mode.ADDRESS), fifo.INLINE_BYTES
 PAGE_BYTES = fifo.PAGE_BYTES
+#: Payload that an executor with a single core posts at once, although others are on their way: a
+#: Soft-RoCE queue pair that sent 7 MiB by one call ran into its timeout and repeated packets.
+DEFER_BYTES = 1 << 19
 
 
 # ---- memory
@@ -173,19 +176,24 @@ def scan(link: int) -> bool:
 
 
 @inline
-def published_bytes(link: int) -> int:
-    """Return the bytes of the messages that the executor has posted and ``scan`` has not seen."""
-    lines, first, total = (
-        load(link + layout.LINK_SEND_DESCRIPTORS),
-        load(link + layout.LINK_NEXT_POST),
-        0,
-    )
-    for message in range(first, first + layout.NSLOTS):
-        line = lines + (message & (layout.NSLOTS - 1)) * layout.LINE_BYTES
-        if load_acquire(line) != message + 1:
-            return total
-        total += load(line + 16)
-    return total
+def may_defer_link(link: int, busy: bool) -> bool:
+    """Return True if what the executor has published may wait until it sleeps.
+
+    Messages may while earlier ones are under way (``busy``), up to ``DEFER_BYTES`` of them;
+    consumption and CTS may until half of the slots are free again.
+    """
+    lines, number = load(link + layout.LINK_SEND_DESCRIPTORS), load(link + layout.LINK_NEXT_POST)
+    count, nbytes, going = 0, 0, True
+    while going:
+        line = lines + ((number + count) & (layout.NSLOTS - 1)) * layout.LINE_BYTES
+        going = load_acquire(line) == number + count + 1
+        if going:
+            nbytes += load(line + 16)
+            count += 1
+    consumed = load_acquire(load(link + layout.LINK_RECV_TAIL)) - load(link + layout.LINK_TAIL)
+    if consumed >= layout.NSLOTS // 2 or nbytes >= DEFER_BYTES:
+        return False
+    return busy or count == 0
 
 
 # ---- sockets

@@ -68,9 +68,6 @@ OVERLAP_BYTES = 1 << 17
 DIRECT_LINKS, EPOLL_EVERY = 2, 8
 #: Modes of ``drive``; only engines with ``sleep_driving`` have the last one.
 DRIVE_POSTED, DRIVE_POLL, DRIVE_HAND_OVER, DRIVE_SLEEP = 0, 1, 2, 3
-#: Payload that an executor with a single core posts at once, although others are on their way: a
-#: Soft-RoCE queue pair that sent 7 MiB by one call ran into its timeout and repeated packets.
-DEFER_BYTES = 1 << 19
 EPOLLIN, EPOLLOUT, EPOLLERR, EPOLLHUP, EPOLLRDHUP = 1, 4, 8, 16, 0x2000
 #: epoll data of the doorbell; streams have (link << 8 | stream).
 DOORBELL_DATA = 0xFFFFFFFF

@@ -30,10 +30,9 @@ from miraccl.native.intrinsics import (
 )
 from miraccl.proxy.kernels import link_layout
 from miraccl.proxy.kernels.link import advance, on_close_requested, on_consumed
-from miraccl.proxy.kernels.link_io import published_bytes, scan_cts, source_of
+from miraccl.proxy.kernels.link_io import may_defer_link, scan_cts, source_of
 from miraccl.proxy.kernels.link_send import alive, fail, on_posted
 from miraccl.proxy.kernels.progress_engine import (
-    DEFER_BYTES,
     DOORBELL_DATA,
     DRIVE_HAND_OVER,
     DRIVE_POSTED,
@@ -306,17 +305,17 @@ def may_defer(engine: int) -> bool:
     """
     if load(engine + link_layout.ENGINE_ONE_CORE) == 0 or not is_watched(engine):
         return False
-    flying = False
     for i in range(load(engine + link_layout.ENGINE_NLINKS)):
         conn = connection_at(engine, i)
         if conn != 0:
-            if published_bytes(load(conn + layout.CONN_LINK)) >= DEFER_BYTES:
-                return False
+            busy = False
             for index in range(load(conn + layout.CONN_NQPS)):
                 qp = qp_of(conn, index)
                 if load(qp + layout.QP_POSTED) != load(qp + layout.QP_DONE):
-                    flying = True
-    return flying
+                    busy = True
+            if not may_defer_link(load(conn + layout.CONN_LINK), busy):
+                return False
+    return True
 
 
 @inline
