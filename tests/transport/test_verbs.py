@@ -208,6 +208,21 @@ def test_messages_posted_together_are_posted_by_few_calls(make):
     assert after["posts"] - before["posts"] < 8
 
 
+def test_small_messages_share_a_queue_pair_with_a_single_core(make, monkeypatch):
+    monkeypatch.setattr("miraccl.proxy.verbs.connection_memory.has_one_core", lambda: True)
+    world = make(options=VerbsOptions(qps_per_connection=4))
+    way, engine = world.way(0, 1), world.engines[0]
+    way.post(pattern(100, 8))
+    assert way.take()[0] == pattern(100, 8)
+    before = engine.counters()["posts"]
+    with held(engine):
+        for i in range(8):
+            way.post(pattern(100, i))
+    for i in range(8):
+        assert way.take()[0] == pattern(100, i)
+    assert engine.counters()["posts"] - before < 4
+
+
 def test_executor_drives_the_connections(make, monkeypatch):
     """``drive`` posts and polls in the caller's thread, beside the engine's."""
     monkeypatch.setattr("miraccl.proxy.verbs.engine.has_one_core", lambda: False)

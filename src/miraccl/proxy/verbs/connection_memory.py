@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from miraccl.proxy.compiled_thread import has_one_core
 from miraccl.proxy.kernels import link_layout
 from miraccl.proxy.link_memory import LinkMemory
 from miraccl.proxy.verbs.kernels import verbs_layout as layout
@@ -62,7 +63,8 @@ class EngineConnection:
             recv_slot_bytes=conn.pair.recv.slot_bytes if slots else 0,
             segment_bytes=conn.options.piece_bytes,
             queue_bytes=1 << 23,
-            spread=True,
+            # With one core and one port, messages on one queue pair are posted by one call.
+            spread=len(conn.devices) > 1 or not has_one_core(),
             policy=conn.options.policy,
             control_streams=conn.options.control_pairs,
         )
