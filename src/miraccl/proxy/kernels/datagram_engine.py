@@ -42,7 +42,7 @@ from miraccl.proxy.kernels.flow_receive import KIND_ABORT, flow_on_timer
 from miraccl.proxy.kernels.flow_send import finish as finish_packet
 from miraccl.proxy.kernels.flow_send import flow_timer
 from miraccl.proxy.kernels.link import advance, all_closed, on_stream_ended
-from miraccl.proxy.kernels.link_io import may_defer_link, scan
+from miraccl.proxy.kernels.link_io import scan
 from miraccl.proxy.kernels.link_send import alive, drop_stream, on_written, stream_of
 from miraccl.proxy.kernels.packet_queues import (
     arm,
@@ -55,7 +55,6 @@ from miraccl.proxy.kernels.packet_queues import (
 from miraccl.proxy.kernels.progress_engine import (
     DOORBELL_DATA,
     DRIVE_HAND_OVER,
-    DRIVE_POSTED,
     DRIVE_SLEEP,
     EVENT_BYTES,
     EVENT_DATA,
@@ -67,7 +66,6 @@ from miraccl.proxy.kernels.progress_engine import (
     doze_if_driven,
     hand_over,
     has_event,
-    is_watched,
     link_at,
     moves_much,
     needs_python,
@@ -319,25 +317,6 @@ def sleep(engine: int, port: int) -> None:
 
 
 @inline
-def may_defer(engine: int) -> bool:
-    """Return True if what the executor has published may wait until it sleeps, as over reliable
-    queue pairs (``verbs_engine.may_defer``).
-    """
-    if load(engine + layout.ENGINE_ONE_CORE) == 0 or not is_watched(engine):
-        return False
-    for i in range(load(engine + layout.ENGINE_NLINKS)):
-        link = link_at(engine, i)
-        if link != 0:
-            flow, busy = load(link + layout.LINK_FLOW), False
-            for index in range(load(flow + flow_layout.FLOW_NPATHS)):
-                if load(path_of(flow, index) + flow_layout.PATH_NSENT) != 0:
-                    busy = True
-            if not may_defer_link(link, busy):
-                return False
-    return True
-
-
-@inline
 def advance_driving(engine: int, port: int) -> bool:
     """Receive and advance every link for an executor, which has the lock; return True if anything
     moved.
@@ -376,8 +355,6 @@ def drive(engine: int, mode: int, nanoseconds: int, unused: int) -> int:
         return 1
     if load(engine + layout.ENGINE_OVERLAP) != 0 and moves_much(engine):
         return 0
-    if mode == DRIVE_POSTED and may_defer(engine):
-        return 1
     if not begin_round(engine):
         return 0
     port, sleeps = load(engine + layout.ENGINE_PORT), mode == DRIVE_SLEEP

@@ -303,7 +303,7 @@ def may_defer(engine: int) -> bool:
     With a single core a call of ``ibv_post_send`` per message hands each over alone. The thread
     posts what an executor leaves that does not wait.
     """
-    if load(engine + link_layout.ENGINE_ONE_CORE) == 0 or not is_watched(engine):
+    if load(engine + link_layout.ENGINE_ONE_CORE) == 0:
         return False
     for i in range(load(engine + link_layout.ENGINE_NLINKS)):
         conn = connection_at(engine, i)
@@ -315,7 +315,7 @@ def may_defer(engine: int) -> bool:
                     busy = True
             if not may_defer_link(load(conn + layout.CONN_LINK), busy):
                 return False
-    return True
+    return is_watched(engine)
 
 
 @inline
