@@ -164,7 +164,7 @@ def test_refusals(pair: list[Any]) -> None:
     several, short, unlike, strided, op = get([actor.refused.remote("declared") for actor in pair])[
         0
     ]
-    assert "2 tensors of one process" in several
+    assert "2 tensors from one process" in several
     assert "1 tensors for 2 ranks" in short
     assert "has 3 elements of float64, but tensor has 4" in unlike
     assert "not contiguous" in strided
