@@ -22,12 +22,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import mptcp
 from common import describe_machine, heading, markdown_table
 from tests.support import netlab
 
@@ -46,6 +49,8 @@ MESSAGE = 1 << 20
 ETHERNET_BYTES = 14
 #: Time for which all paths are dead.
 OUTAGE_S = 10.0
+#: UDP on one path of a lab that has several.
+ONE_OF_SEVERAL = "udp, one of the paths"
 #: Ticks per second of /proc.
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -255,12 +260,16 @@ class Ranks:
 
 @contextlib.contextmanager
 def ranks_in(lab: netlab.Lab | None, n: int, **spec: Any) -> Iterator[Ranks]:
-    """Connect one rank per host of a lab, or ``n`` ranks over loopback."""
+    """Connect one rank per host of a lab, or ``n`` ranks over loopback.
+
+    ``npaths`` limits the paths of the lab that they use.
+    """
+    npaths = spec.pop("npaths", None)
     if lab is None:
         spec["addresses"] = [("127.0.0.1",)] * n
     else:
         spec["namespaces"] = [lab.host(i) for i in range(n)]
-        spec["addresses"] = [lab.addresses(i) for i in range(n)]
+        spec["addresses"] = [lab.addresses(i)[:npaths] for i in range(n)]
     ranks = Ranks({"nbytes": MESSAGE, **spec})
     try:
         yield ranks
@@ -271,6 +280,7 @@ def ranks_in(lab: netlab.Lab | None, n: int, **spec: Any) -> Iterator[Ranks]:
 def udp_rate(lab: netlab.Lab | None, seconds: float, **options: Any) -> dict[str, Any]:
     """Stream messages over UDP; return goodput in Mbit/s, CPU, and what the paths resent."""
     spec = {"net": options.pop("net", "udp"), "spin_ns": options.pop("spin_ns", SPIN_NS)}
+    spec["npaths"] = options.pop("npaths", None)
     with ranks_in(lab, 2, options=options, **spec) as ranks:
         before = ranks.call("usage")[0]
         (times, _), cpu = ranks.call("stream", MESSAGE, seconds)
@@ -293,11 +303,21 @@ def udp_rate(lab: netlab.Lab | None, seconds: float, **options: Any) -> dict[str
     }
 
 
-def iperf_rate(lab: netlab.Lab, seconds: float, congestion: str, streams: int) -> dict[str, Any]:
-    """Run iperf3 over all paths at once, ``streams`` streams on each."""
+def iperf_rate(
+    lab: netlab.Lab,
+    seconds: float,
+    congestion: str,
+    streams: int,
+    targets: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Run iperf3 over all paths at once, ``streams`` streams on each.
+
+    Args:
+        targets: Addresses of the receiver instead, each with ``streams`` streams.
+    """
     pairs = []
-    for path in range(lab.npaths):
-        port, target = str(5201 + path), lab.addresses(0)[path]
+    for path, target in enumerate(targets or lab.addresses(0)):
+        port = str(5201 + path)
         inside = ["ip", "netns", "exec"]
         server = subprocess.Popen(
             [*inside, lab.host(0), "iperf3", "-s", "-1", "-p", port, "-B", target],
@@ -346,6 +366,27 @@ def iperf_rate(lab: netlab.Lab, seconds: float, congestion: str, streams: int) -
     }
 
 
+def add_ecmp(lab: netlab.Lab) -> str:
+    """Give both hosts an address that is reached over all paths, by a hash of addresses and ports;
+    return that of host 0.
+    """
+    addresses = [f"10.89.0.{host + 1}" for host in range(2)]
+    for host, other in ((0, 1), (1, 0)):
+        hops = []
+        for path, via in enumerate(lab.addresses(other)):
+            hops += ["nexthop", "via", via, "dev", f"p{path}"]
+        inside = ["ip", "-n", lab.host(host)]
+        source = ["src", addresses[host]]
+        policy = ["sysctl", "-qw", "net.ipv4.fib_multipath_hash_policy=1"]
+        for words in (
+            ["ip", "netns", "exec", lab.host(host), *policy],
+            [*inside, "addr", "add", f"{addresses[host]}/32", "dev", "lo"],
+            [*inside, "route", "add", f"{addresses[other]}/32", *source, *hops],
+        ):
+            subprocess.run(words, check=True)
+    return addresses[0]
+
+
 def median_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the run with the median rate, with the range of all."""
     ordered = sorted(runs, key=lambda run: float(run["mbps"]))
@@ -355,9 +396,12 @@ def median_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def compare_rates(args: argparse.Namespace, title: str, **shape: Any) -> dict[str, Any]:
-    """Measure UDP and the peers on one lab, in turns."""
+    """Measure UDP and the peers on one lab, in turns; on several paths also UDP on one of them, 8
+    streams of TCP over ECMP, and MPTCP.
+    """
     slow = shape.pop("slow", None)
     streams = shape.pop("streams", 1)
+    several = shape.get("paths", 1) > 1 and slow is None
     with netlab.Lab(queue=args.queue, **shape) as lab:
         capacity = shape["rate"] * shape.get("paths", 1)
         if slow is not None:
@@ -368,12 +412,14 @@ def compare_rates(args: argparse.Namespace, title: str, **shape: Any) -> dict[st
             "iperf3 cubic": lambda: iperf_rate(lab, args.seconds, "cubic", streams),
             "iperf3 bbr": lambda: iperf_rate(lab, args.seconds, "bbr", streams),
         }
+        if several:
+            variants |= peers_of_several(lab, args)
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
         for _ in range(args.rounds):
             for name, measure in variants.items():
-                before = lab.counters(0)
+                before = counters(lab)
                 runs[name].append(measure())
-                after = lab.counters(0)
+                after = counters(lab)
                 runs[name][-1]["lost_by_lab"] = after["lost"] - before["lost"]
                 runs[name][-1]["queue_drops"] = after["queue_drops"] - before["queue_drops"]
     payload = shape.get("mtu", 1500) - 28 - 44
@@ -383,6 +429,29 @@ def compare_rates(args: argparse.Namespace, title: str, **shape: Any) -> dict[st
     row |= {name: median_of(found) for name, found in runs.items()}
     row["of_possible"] = round(row["udp"]["mbps"] / possible, 3)
     return row
+
+
+def counters(lab: netlab.Lab) -> Counter[str]:
+    """Return the counters of all paths together."""
+    return sum((Counter(lab.counters(path)) for path in range(lab.npaths)), Counter())
+
+
+def peers_of_several(
+    lab: netlab.Lab, args: argparse.Namespace
+) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Measurements of a lab with several paths beside those of ``compare_rates``."""
+    target = add_ecmp(lab)
+    options = {"ports": 1, "congestion": args.congestion, "npaths": 1}
+    variants: dict[str, Callable[[], dict[str, Any]]] = {
+        ONE_OF_SEVERAL: lambda: udp_rate(lab, args.seconds, **options)
+    }
+    for name in ("cubic", "bbr"):
+        variants[f"iperf3 {name}, 8 over ECMP"] = partial(
+            iperf_rate, lab, args.seconds, name, 8, [target]
+        )
+        if not mptcp.missing():
+            variants[f"mptcp {name}"] = partial(mptcp.mptcp_rate, lab, args.seconds, name)
+    return variants
 
 
 # ---- rows
@@ -619,6 +688,13 @@ def write_results(
     rates = [row for row in rows if "possible_mbps" in row]
     if rates:
         parts.append(markdown_table(RATE_COLUMNS, [rate_cells(row) for row in rates]))
+    several = [row for row in rates if ONE_OF_SEVERAL in row]
+    if several:
+        names = [name for name, found in several[0].items() if isinstance(found, dict)]
+        cells = [[row["title"], *(row[name]["mbps"] for name in names)] for row in several]
+        for line, row in zip(cells, several, strict=True):
+            line.append(f"{row['udp']['mbps'] / row[ONE_OF_SEVERAL]['mbps']:.2f}")
+        parts.append(markdown_table(["Mbit/s", *names, "UDP: times one path"], cells))
     costs = [row for row in rows if row["title"].startswith("cpu")]
     if costs:
         names = [name for name in costs[0] if name != "title"]
