@@ -189,6 +189,12 @@ BENCHMARKS = (
         text="Medians of three rounds, in turns with iperf3 over TCP.",
     ),
     Benchmark(
+        folder="udp_four",
+        title="UDP on four paths",
+        script="bench/udp_paths.py --rows four",
+        text="Beside UDP on one of them, iperf3 bound to each path or over ECMP, and MPTCP.",
+    ),
+    Benchmark(
         folder="gpu_links",
         title="Links between GPUs",
         script="bench/gpu_links.py",
