@@ -297,6 +297,9 @@ class Hosts:
             f'exec {self.folder}/host$i sh -c "$*"\n'
         )
         agent.chmod(0o700)
+        # UCX wants a carrier, which the kernel reports up to a second later
+        while not all(self._link(host)["operstate"] == "UP" for host in range(2)):
+            time.sleep(0.05)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -313,9 +316,12 @@ class Hosts:
 
     def carried(self) -> int:
         """Return the bytes that the first host has sent."""
-        words = ["ip", "-n", self.names[0], "-s", "-j", "link", "show", "dev", self.DEVICE]
-        done = subprocess.run(words, capture_output=True, check=True)
-        return int(json.loads(done.stdout)[0]["stats64"]["tx"]["bytes"])
+        return int(self._link(0)["stats64"]["tx"]["bytes"])
+
+    def _link(self, host: int) -> dict[str, Any]:
+        words = ["ip", "-n", self.names[host], "-s", "-j", "link", "show", "dev", self.DEVICE]
+        found: list[dict[str, Any]] = json.loads(subprocess.check_output(words))
+        return found[0]
 
 
 def ip(*words: str) -> None:

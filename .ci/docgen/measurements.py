@@ -132,7 +132,13 @@ BENCHMARKS = (
         folder="tcp_hosts",
         title="Two hosts over TCP",
         script="bench/tcp_hosts.py",
-        text="Messages and collectives of two ranks over loopback TCP, beside MPI, UCX and Gloo.",
+        text="Messages and collectives of two ranks over TCP, beside MPI, UCX and Gloo.",
+    ),
+    Benchmark(
+        folder="tcp_hosts_2x2",
+        title="Two hosts with two ranks each over TCP",
+        script="bench/tcp_hosts.py --ranks 4",
+        text="The same of four ranks on two cores; peers that cannot yield their core take slices.",
     ),
     Benchmark(
         folder="tcp_rails",
