@@ -19,11 +19,11 @@ from numba.extending import intrinsic
 
 from miraccl.native.loader import cpu_features
 from miraccl.wire.datagram.aegis import (
+    AES_BLOCK_BYTES,
     C0,
     C1,
     FINAL_UPDATES,
     FIRST_UPDATES,
-    LANE_BYTES,
     RATE_BYTES,
 )
 
@@ -85,7 +85,7 @@ def _place(builder: Any, address: Any, offset: int, kind: Any) -> Any:
 
 
 def _load(builder: Any, address: Any, offset: int) -> Vector:
-    kind, step = _kind(), 2 * LANE_BYTES // _registers()
+    kind, step = _kind(), 2 * AES_BLOCK_BYTES // _registers()
     return [
         builder.load(_place(builder, address, offset + i * step, kind), align=1)
         for i in range(_registers())
@@ -93,18 +93,18 @@ def _load(builder: Any, address: Any, offset: int) -> Vector:
 
 
 def _store(builder: Any, vector: Vector, address: Any, offset: int) -> None:
-    step = 2 * LANE_BYTES // _registers()
+    step = 2 * AES_BLOCK_BYTES // _registers()
     for i, part in enumerate(vector):
         builder.store(part, _place(builder, address, offset + i * step, part.type), align=1)
 
 
 def _load_state(builder: Any, state: Any) -> list[Vector]:
-    return [_load(builder, state, 2 * LANE_BYTES * j) for j in range(8)]
+    return [_load(builder, state, 2 * AES_BLOCK_BYTES * j) for j in range(8)]
 
 
 def _store_state(builder: Any, values: Sequence[Vector], state: Any) -> None:
     for j, vector in enumerate(values):
-        _store(builder, vector, state, 2 * LANE_BYTES * j)
+        _store(builder, vector, state, 2 * AES_BLOCK_BYTES * j)
 
 
 def _of_words(words: Sequence[Any]) -> Vector:
@@ -164,11 +164,11 @@ def aegis_start(typingctx: Any, state: Any, key: Any, nonce: Any) -> Any:
             _of_words([int.from_bytes(c[i : i + 8], "little") for i in (0, 8)] * 2)
             for c in (C0, C1)
         )
-        lanes = _of_words([1 << 8, 0, 1 | 1 << 8, 0])  # number of each lane and of the last one
+        numbers = _of_words([1 << 8, 0, 1 | 1 << 8, 0])  # of each state, beside the degree - 1
         mixed = xor(key, nonce)
         v = [mixed, c1, c0, c1, mixed, xor(key, c0), xor(key, c1), xor(key, c0)]
         for _ in range(FIRST_UPDATES):
-            v[3], v[7] = xor(v[3], lanes), xor(v[7], lanes)
+            v[3], v[7] = xor(v[3], numbers), xor(v[7], numbers)
             v = _update(builder, v, nonce, key)
         _store_state(builder, v, args[0])
         return context.get_dummy_value()
@@ -197,7 +197,9 @@ def _blocks(mode: str) -> Any:
         builder.cbranch(builder.icmp_signed("<", index, count), body, after)
         builder.position_at_end(body)
         offset = builder.mul(index, ir.Constant(_W, RATE_BYTES))
-        parts = [_load(builder, builder.add(source, offset), i * 2 * LANE_BYTES) for i in (0, 1)]
+        parts = [
+            _load(builder, builder.add(source, offset), i * 2 * AES_BLOCK_BYTES) for i in (0, 1)
+        ]
         message = parts
         if mode != "absorb":
             made = [
@@ -205,7 +207,7 @@ def _blocks(mode: str) -> Any:
                 for part, stream in zip(parts, _key_stream(builder, phis), strict=True)
             ]
             for i, vector in enumerate(made):
-                _store(builder, vector, builder.add(target, offset), i * 2 * LANE_BYTES)
+                _store(builder, vector, builder.add(target, offset), i * 2 * AES_BLOCK_BYTES)
             if mode == "decrypt":
                 message = made
         updated = _update(builder, phis, *message)
