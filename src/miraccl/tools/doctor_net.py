@@ -72,15 +72,13 @@ def _check_udp() -> DoctorFinding:
     from miraccl.wire.datagram.control import controller
 
     selected = params.NET.read() == UDP.name
-    status: Status = "missing" if selected else "note"
     try:
         options = options_from_environment()
         libcrypto()
-    except MissingDependency as error:  # AEGIS needs none, where both processors compute it
-        return DoctorFinding(
-            name="udp", status="note", found=error.message, advice=error.hint or ""
-        )
     except MiracclError as error:
+        # without libcrypto there is AEGIS, where both processors compute it
+        fails = selected and not isinstance(error, MissingDependency)
+        status: Status = "missing" if fails else "note"
         return DoctorFinding(
             name="udp", status=status, found=error.message, advice=error.hint or ""
         )
