@@ -265,7 +265,6 @@ class MultiNodeCommunicator(MultiNodeCollectiveCalls, Groupable):
             ((local_ranks[a], local_ranks[b]), kind, why)
             for (a, b), kind, why in self.local.connections()
         ]
-        others = [rank for rank in range(self.nranks) if rank not in local_ranks]
         direct, reason = self.runtime.gpu_direct, self.runtime.gpu_direct_reason
         path = "another node: pinned memory and the network"
         if direct is not None:
@@ -274,7 +273,7 @@ class MultiNodeCommunicator(MultiNodeCollectiveCalls, Groupable):
             path = f"{path}; not from GPU memory, as {reason}"
         remote = [
             ((min(self.rank, p), max(self.rank, p)), "verbs" if direct else "staging", path)
-            for p in others
+            for p in self.layout.remote_ranks
         ]
         return sorted([*local, *remote])
 

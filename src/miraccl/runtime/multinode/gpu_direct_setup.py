@@ -51,8 +51,7 @@ def open_gpu_direct(
                 made.close()
             return None, reasons[0]
         infos = stages.gather("gpu direct connect", info)
-        remote = [rank for rank in range(layout.nranks) if rank not in layout.local_ranks]
-        made.connect({rank: infos[rank] for rank in remote})
+        made.connect({rank: infos[rank] for rank in layout.remote_ranks})
     except BaseException:
         if made is not None:
             made.close()
@@ -81,11 +80,7 @@ def _prepare(
     losses: dict[int, Loss] = {}
     context = TransportContext(
         endpoint=core.endpoints[core.rank],
-        peers={
-            rank: core.endpoints[rank]
-            for rank in range(layout.nranks)
-            if rank not in layout.local_ranks
-        },
+        peers={rank: core.endpoints[rank] for rank in layout.remote_ranks},
         max_slot_bytes=MIN_SLOT_BYTES,  # none is used
         deadline=stages.deadline,
         check=stages.check,

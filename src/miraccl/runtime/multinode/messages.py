@@ -59,10 +59,9 @@ class MessageStreams:
 
     def __init__(self, stages: SetupPhases, core: CoreAccess, layout: NodeLayout) -> None:
         self.core = core
-        remote = [rank for rank in range(layout.nranks) if rank not in layout.local_ranks]
-        self._streams = StagingStreams(stages, core, remote, "gpu messages")
+        self._streams = StagingStreams(stages, core, layout.remote_ranks, "gpu messages")
         self._counters = {
-            peer: np.zeros((2, offsets.STREAM_BYTES // 8), np.int64) for peer in remote
+            peer: np.zeros((2, offsets.STREAM_BYTES // 8), np.int64) for peer in layout.remote_ranks
         }
         self._collectives = np.zeros(offsets.COLLECTIVES_BYTES // 8, np.int64)
         self._unmatched_detector = UnmatchedDetector(core.rank, self._streams.sockets)

@@ -58,6 +58,11 @@ class NodeLayout:
         return self.nodes[self.node]
 
     @functools.cached_property
+    def remote_ranks(self) -> tuple[int, ...]:
+        """Ranks of the other nodes, in ascending order."""
+        return tuple(rank for rank in range(self.nranks) if rank not in self.local_ranks)
+
+    @functools.cached_property
     def local_size(self) -> int:
         return len(self.local_ranks)
 

@@ -396,15 +396,19 @@ class MultiNodeRuntime:
             tuple(group),
             tuple((t.receives, t.peer, t.memory.count, t.memory.dtype) for t in transfers),
         )
-        segments = tuple(item.segment for item in rounds)
         if (direct := self.gpu_direct) is not None:
             slots = direct.slots_for(need)
-            network = direct.network(rounds, slots, kind, group)
-            job = self._job(key, captured, lambda: (segments, network), slots=slots)
+
+            def make() -> tuple[tuple[StagedSegment, ...], SegmentNetwork]:
+                segments = tuple(item.segment for item in rounds)
+                return segments, direct.network(rounds, slots, kind, group)
+
+            job = self._job(key, captured, make, slots=slots)
         else:
             pinned = self.staging.slots_for(need)
 
             def make() -> tuple[tuple[StagedSegment, ...], SegmentNetwork]:
+                segments = tuple(item.segment for item in rounds)
                 if self.messages:
                     return segments, MessageNetwork(self.messages, rounds, pinned, kind)
                 assert kind is None
