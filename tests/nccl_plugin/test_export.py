@@ -86,6 +86,29 @@ def test_messages_over_verbs() -> None:
         assert pool.apply_async(run_over_verbs, (sizes,)).get(peer.TIMEOUT_S) == sizes
 
 
+def test_memory_of_requests_is_not_accessed_after_close() -> None:
+    """The other end sends into a receive that was posted before the connection was closed."""
+    size = 1 << 20
+    plugin = NetPlugin(nccl_plugin.export(set_environment=False).path)
+    handle, listening = plugin.listen(0)
+    started = plugin.handle_buffer(handle)
+    send = peer.poll(lambda: plugin.connect(0, started))
+    recv = peer.poll(lambda: plugin.accept(listening))
+    source, target = (ctypes.create_string_buffer(size) for _ in range(2))
+    ctypes.memset(source, 1, size)
+    peer.poll(partial(plugin.irecv, recv, ctypes.addressof(target), size, 1, 0))
+    plugin.close_recv(recv)
+
+    def send_to_closed() -> None:
+        out = peer.poll(partial(plugin.isend, send, ctypes.addressof(source), size, 1, 0))
+        peer.poll(partial(plugin.test, out))
+
+    with pytest.raises(SystemFailure):
+        send_to_closed()
+    assert not any(target.raw)
+    plugin.close_send(send)
+
+
 def test_verbs_without_a_port_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIRACCL_NET", "verbs")
     monkeypatch.setattr(endpoint, "usable_kinds", lambda net: ())

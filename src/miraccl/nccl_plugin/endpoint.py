@@ -71,6 +71,8 @@ MAX_JSON_BYTES = 1 << 16
 HELLO_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 60.0
 MAX_UNAUTHENTICATED = 64
+#: Time in which a connection that is closed with requests in progress may still move them.
+CUT_OFF_S = 0.1
 #: Initiators of TCP streams have the lower rank: senders count from 0, receivers from here.
 RECEIVER_RANKS = 1 << 24
 SLOT_BYTES = 64 << 10
@@ -178,6 +180,12 @@ class Connection:
     @property
     def address(self) -> int:
         return self.memory.address
+
+    @property
+    def in_progress(self) -> bool:
+        """True if a request may still access the caller's memory."""
+        load = native_atomics().load_acquire
+        return load(self.address + layout.POSTED) > load(load(self.address + layout.TAIL))
 
 
 def new_connection(pair: FifoPair, peer: int, transport: Transport, sends: bool) -> Connection:
@@ -313,11 +321,18 @@ class PluginEndpoint:
             self.close(listening.ready.popleft().address)
 
     def close(self, address: int) -> None:
-        """Close a connection once its data have left; does not wait."""
+        """Close a connection. The caller may free the memory of all requests afterwards: those in
+        progress are cut off within ``CUT_OFF_S``.
+        """
         connection = next((c for c in self._connections.values() if c.address == address), None)
         if connection is None:
             return
         del self._connections[connection.peer]
+        if connection.in_progress:
+            if self._proxy is not None:
+                self._proxy.detach([connection.peer], linger=CUT_OFF_S)
+            else:  # verbs: an engine per connection
+                connection.transport.abort("closed with requests in progress")
         # Waits for the peer to close as well, which NCCL's thread must not.
         clock.thread(
             target=connection.transport.close, name="miraccl-nccl-close", daemon=True
